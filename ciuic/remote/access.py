@@ -61,6 +61,7 @@ from ciuic.remote.object_names import (
     parse_round,
     repository_prefix,
     slot_name,
+    space_json,
 )
 from ciuic.remote.objects.model import (
     READS,
@@ -608,10 +609,10 @@ def repository_space(remote: Remote, repository: Repository, *, make: bool = Tru
     return opened_remote(objects, data, remote.master, bytes.fromhex(repository.id))
 
 
-def repository_spaces(remote: Remote) -> list[Remote]:
-    """Return the spaces of all repositories with an identity of their own."""
+def repository_spaces(remote: Remote, ids: Iterable[str] | None = None) -> list[Remote]:
+    """Return the spaces of all repositories with an identity of their own, or of these."""
     spaces = []
-    for repository_id in space_ids(remote.objects):
+    for repository_id in space_ids(remote.objects) if ids is None else ids:
         objects = PrefixedObjects(remote.objects, repository_prefix(repository_id).rstrip("/"))
         spaces.append(_opened_space(objects, remote, repository_id))
     return spaces
@@ -623,7 +624,12 @@ _LISTED_OF_A_SPACE: Final = 1000
 
 def space_ids(objects: Objects) -> list[str]:
     """Return the ids of the repositories that have a space. A LIST for each thousand objects, or for each space that has more."""
-    ids: dict[str, None] = {}
+    return [id_ for id_, is_whole in find_spaces(objects).items() if is_whole]
+
+
+def find_spaces(objects: Objects) -> dict[str, bool]:
+    """Return whether the remote.json of each space is there, by the repository's id; requests as for `space_ids`."""
+    ids: dict[str, bool] = {}
     after: str | None = ""
     while after is not None:
         begun, after = after, None
@@ -634,15 +640,14 @@ def space_ids(objects: Objects) -> list[str]:
             current, listed = id_, listed + 1 if id_ == current else 1
             if not _SPACE_END.match(f"/{REPOSITORIES_PREFIX}{id_}"):
                 continue
-            name = f"{REPOSITORIES_PREFIX}{id_}/{REMOTE_JSON}"
             is_long = listed > _LISTED_OF_A_SPACE
-            if found.name == name or (is_long and id_ not in ids and objects.info(name) is not None):
-                ids[id_] = None
+            ids[id_] = ids.get(id_, False) or found.name == space_json(id_)
             if is_long:
                 # "0" follows "/": behind everything in that directory.
                 after = f"{REPOSITORIES_PREFIX}{id_}0"
                 break
-    return list(ids)
+    # What a listing lacks may be there.
+    return {id_: is_listed or objects.info(space_json(id_)) is not None for id_, is_listed in ids.items()}
 
 
 def _opened_space(objects: Objects, remote: Remote, repository_id: str) -> Remote:

@@ -848,10 +848,18 @@ class UnloggedManifest(NamedTuple):
     data: bytes
     reason: str
     """Fault of its writer's log, in words."""
+    is_young: bool = False
+    """It may be about to be committed."""
 
 
 def unlogged_manifests(
-    objects: Objects, sealer: Sealer, stored: Iterable[ObjectInfo], logs: LogReader, young_since: int
+    objects: Objects,
+    sealer: Sealer,
+    stored: Iterable[ObjectInfo],
+    logs: LogReader,
+    young_since: int,
+    *,
+    with_young: bool = False,
 ) -> list[UnloggedManifest]:
     """Return the manifests that no log commits or removes, though nothing shows that they were never committed.
 
@@ -863,6 +871,7 @@ def unlogged_manifests(
         stored: Listing of manifests, made before the logs were read.
         logs: Logs, read.
         young_since: Time by the store's clock; younger manifests count only if their writer has no log.
+        with_young: Return those as well whose writer has a log.
 
     Raises:
         IncompleteListing: the log of a manifest's writer is there, and was not listed.
@@ -878,15 +887,16 @@ def unlogged_manifests(
             continue
         if manifest.writer in logs.damaged:
             continue
+        is_young = manifest.writer in logs.logs and info.modified_ns >= young_since
         if manifest.writer not in logs.logs:
             if there := _listed_late(objects, manifest.writer):
                 raise IncompleteListing(LOGS_PREFIX, there)
             reason = f"w/{manifest.writer}/, the log of its writer, is gone"
-        elif info.modified_ns < young_since and not _went_on(objects, logs, manifest.writer, info):
+        elif (with_young or not is_young) and not _went_on(objects, logs, manifest.writer, info):
             reason = f"w/{manifest.writer}/, the log of its writer, ends before it"
         else:
             continue
-        found.append(UnloggedManifest(info.name, manifest, data, reason))
+        found.append(UnloggedManifest(info.name, manifest, data, reason, is_young))
     return found
 
 

@@ -288,3 +288,8 @@ def repository_prefix(repository_id: str) -> str:
     if not _HEX_ID.match(repository_id):
         raise ValueError(f"a repository's id must be 32 hexadecimal digits, got {repository_id!r}")
     return f"{REPOSITORIES_PREFIX}{repository_id}/"
+
+
+def space_json(repository_id: str) -> str:
+    """Return the name of the remote.json of a repository with an identity of its own."""
+    return f"{repository_prefix(repository_id)}{REMOTE_JSON}"

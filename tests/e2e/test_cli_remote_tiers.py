@@ -153,3 +153,58 @@ def test_tier_needs_a_rule(short_tmp: Path) -> None:
     assert "[[remote.tier]]" in host.fails("remote", "tier", code=2)
     assert "goes with --remote" in host.fails("prune", "--spare-cold", "1d", code=2)
     assert "no thaw" in host.run("remote", "thaw", "--status").stderr.decode()
+
+
+def test_lost_copy_of_a_table(short_tmp: Path, seaweedfs: SeaweedFS, store: ArchiveProxy) -> None:
+    """Without it thaw still finds the archived pack, tier makes the copy again, and a machine that knows nothing reads the snapshot."""
+    host = Host(short_tmp / "one")
+    host.env |= environment_for_s3(store.endpoint) | {"XDG_STATE_HOME": str(short_tmp / "state")}
+    url = seaweedfs.new_url()
+    objects = seaweedfs.connect(url)
+    # Buckets of this server are made by the first PUT.
+    objects.put("ready", [b"1"])
+    host.run("remote", "init", url)
+    old = os.urandom(600_000)
+    host.snapshot_of(old, os.urandom(600_000))
+    host.run("remote", "upload", "--once")
+    with open(host.config, "a", encoding="utf-8") as file:
+        file.write(RULE)
+    first = host.list()[-1].id
+    packs = host.json("remote", "tier")["packs"]
+    tables = {info.name for info in objects.list("tables/")}
+    assert len(tables) == packs
+    objects.delete(tables)
+
+    def elsewhere(name: str, *words: str, code: int = 0) -> str:
+        host.env["XDG_CACHE_HOME"] = str(short_tmp / name)
+        return host.run(*words, expect=code).stdout.decode()
+
+    elsewhere("verifies", "verify", "--remote", code=4)
+    assert "ciuic remote thaw" in elsewhere("checks", "check", "--remote", code=4)
+    archived = set(store.archived)
+    while "everything can be read" not in elsewhere("thaws", "--repo", url, "remote", "thaw", first):
+        pass
+    assert len(store.restores) == packs
+    restore = (
+        "--repo",
+        url,
+        "restore",
+        "-s",
+        first,
+        "-p",
+        str(host.top / "root"),
+        "-d",
+        str(short_tmp / "back"),
+    )
+    elsewhere("restores", *restore)
+    assert (short_tmp / "back" / "root" / "file").read_bytes() == old
+    assert "nothing moved" in elsewhere("moves", "remote", "tier")
+    assert {info.name for info in objects.list("tables/")} == tables
+
+    # The thawed copies have expired.
+    store.archived, store.thawing = archived, {}
+    elsewhere("verifies again", "verify", "--remote")
+    elsewhere("checks again", "check", "--remote")
+    # On a machine that has read the table before it was lost.
+    objects.delete(tables)
+    assert f"{packs} pack" in elsewhere("verifies again", "--repo", url, "remote", "thaw", first, "--dry-run")

@@ -12,6 +12,8 @@ import pytest
 from support.cli_repository import Host, MadeHost
 from support.live import module_tmp
 
+from ciuic.repository import Repository
+
 __all__ = ["module_tmp"]
 
 _REPAIR: Final = ("check", "--remote", "--repair")
@@ -145,3 +147,40 @@ def test_a_lost_object(made: MadeHost, kind: str) -> None:
     assert {row.id for row in host.list()[:2]} <= stored
     # The remote has everything again, and is relied on.
     assert "2 snapshots removed" in host.run("prune").stdout.decode()
+
+
+@pytest.fixture(scope="module")
+def made_apart(module_tmp: Path) -> MadeHost:
+    """Return a host whose repository has an identity of its own, with two snapshots on the remote."""
+
+    def make(one: Host) -> None:
+        Repository.create(one.repository).close()
+        one.snapshot_of(os.urandom(50_000), os.urandom(50_000))
+        one.run("remote", "init", f"file://{one.top.parent / 'nas'}")
+        one.run(*_UPLOAD)
+        _age(one.top.parent / "nas")
+        text = one.config.read_text()
+        one.config.write_text(f'{text}\n[retention]\nkeep_within = "0s"\nkeep_last = 1\n')
+
+    place = module_tmp / "apart"
+    place.mkdir()
+    return MadeHost(place, make)
+
+
+def test_the_identity_of_a_repository(made_apart: MadeHost) -> None:
+    """Without it readers say that snapshots are missing, and prune keeps them; the next upload brings it back."""
+    host = made_apart.again()
+    (lost,) = (host.top.parent / "nas").glob("repositories/*/remote.json")
+    lost.unlink()
+    name = f"repositories/{lost.parent.name}/remote.json"
+    for words in (("verify", "--remote"), ("list", "--all-hosts"), ("prune", "--remote")):
+        assert name in host.run(*words, expect=4).stderr.decode()
+    assert name in host.run("check", "--remote", expect=4).stdout.decode()
+    pruned = host.run("prune", "--dry-run")
+    assert f"the remote has no object {name}" in pruned.stderr.decode()
+    assert "0 snapshots would go" in pruned.stdout.decode()
+    host.run(*_UPLOAD)
+    host.run("verify", "--remote", "--checksum")
+    host.run("check", "--remote")
+    assert len(host.json("list", "--all-hosts")["snapshots"]) == 2
+    assert "1 snapshot removed" in host.run("prune").stdout.decode()

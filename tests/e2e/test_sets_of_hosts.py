@@ -9,6 +9,7 @@ effect without its cause.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 import pytest
 from support.live import Live, installed
 from support.token_ring import Host, Ring, require_one_instant
+from support.until import until
 
 from ciuic.errors import CiuicError
 from ciuic.protocol.control import ControlClient
@@ -176,3 +178,29 @@ def test_a_hold_ends_by_itself_while_the_daemon_hangs(hosts: list[Host]) -> None
             control.cut_hold(token)
     host.live.run("snapshot", "--wait")
     assert "hung" not in host.snapshots()
+
+
+@pytest.mark.parametrize("lost_at", ["here", "ready", "decision"])
+def test_lost_objects_of_a_meeting(hosts: list[Host], lost_at: str) -> None:
+    """All objects of sets are lost while hosts meet: no set is mixed, who has no snapshot says so, and the next set is cut."""
+    meeting = hosts[0].live.top.parent / "nas/sets"
+    shutil.rmtree(meeting, ignore_errors=True)
+    name = f"lost at {lost_at}"
+    with Ring(hosts) as ring:
+        commands = [host.start(name, "--wait-for", "5s") for host in hosts]
+        until("the meeting", lambda: any(path.match(f"*/{lost_at}*") for path in meeting.rglob("*")))
+        shutil.rmtree(meeting)
+        said = [command.communicate(timeout=120)[1].decode() for command in commands]
+        ring.go_on()
+        found = [(host, host.snapshots().get(name)) for host in hosts]
+        assert [command.returncode for command in commands] == [int(one is None) for _, one in found], said
+        have = [(host, one) for host, one in found if one is not None and one.set_member is not None]
+        for id_ in {one.set_member.id for _, one in have if one.set_member is not None}:
+            same = [
+                (host, one) for host, one in have if one.set_member is not None and one.set_member.id == id_
+            ]
+            require_one_instant([host for host, _ in same], [one for _, one in same])
+        again = [host.start(f"after {lost_at}") for host in hosts]
+        for command in again:
+            out, err = command.communicate(timeout=120)
+            assert command.returncode == 0, (out, err)

@@ -1,4 +1,4 @@
-"""`ciuic remote upload` over a real server: killed, behind a network that fails, and its host lost.
+"""`ciuic remote upload` over a real server: killed, behind a network that fails, beside collections, and its host lost.
 
 `make torture ARGS=remote` does the same for longer, and on more servers.
 """
@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from support import upload_trials
+from support.live import Commands
 from support.object_servers import SeaweedFS, seaweedfs
+from support.shared_remote import SharedRemote
 
 __all__ = ["seaweedfs"]
 
@@ -30,3 +32,19 @@ def test_a_lost_host_comes_back_from_a_remote_in_clear(seaweedfs: SeaweedFS, sho
     found = upload_trials.killed_and_lost(seaweedfs, short_tmp, random.Random(2), sealed=False, snapshots=1)
     assert found.flaws == ()
     assert found.counted >= 2
+
+
+@pytest.mark.full
+def test_hosts_and_collections_that_are_killed_lose_and_leak_nothing(
+    seaweedfs: SeaweedFS, short_tmp: Path
+) -> None:
+    """Every snapshot that is listed is restored exactly after kills of all that use a remote, and nothing else stays."""
+    with Commands.warm():
+        shared = SharedRemote(seaweedfs, short_tmp, random.Random(3))
+        try:
+            shared.round()
+        finally:
+            shared.close()
+    assert shared.flaws == []
+    assert shared.kills.total() >= 5
+    assert shared.restored >= 5

@@ -20,7 +20,7 @@ import pytest
 from support import impatient_daemon, leftovers
 from support.overlay import DRIVER
 from support.until import until
-from support.warm_python import WarmPython
+from support.warm_python import Program, WarmPython
 
 from ciuic.system import mountinfo
 
@@ -93,6 +93,13 @@ class Commands:
             [str(installed()), *words], env=env, cwd=str(cwd), check=False, stdin=subprocess.DEVNULL,
             capture_output=True, timeout=timeout, encoding="utf-8", errors="replace",
         )  # fmt: skip
+
+    @classmethod
+    def start(cls, *arguments: str, env: Mapping[str, str], before: str = "") -> Program:
+        """Start a command within `warm`, after these statements."""
+        assert cls._warm is not None
+        program = cls._PROGRAM.format(str(installed()))
+        return cls._warm.start(["-c", before + program, *arguments], env=env, cwd="/")
 
 
 class Questions(Commands):

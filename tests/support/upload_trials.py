@@ -32,7 +32,7 @@ from ciuic.remote.access import add_slot, init_remote, open_remote
 from ciuic.remote.documents import LogCommit, decode_log_entry
 from ciuic.remote.object_names import LOGS_PREFIX, parse_log_entry
 from ciuic.remote.objects.model import Objects
-from ciuic.remote.sealing.key_slots import RECOVERY_KEY_BYTES, recovery_secret, show_recovery_key
+from ciuic.remote.sealing.key_slots import RECOVERY_KEY_BYTES, SlotSecret, recovery_secret, show_recovery_key
 from ciuic.remote.sealing.sealer import MasterKey
 from ciuic.repository import Repository
 from ciuic.repository.repository import DEFAULT_BLOCK_SIZE
@@ -49,10 +49,18 @@ class UploadingHost(Host):
         objects: The same place, not through a proxy.
         environment: Where the server is for the host's commands, and its credentials.
         sealed: Whether the remote is encrypted.
+        shared: Host that has made the remote, which this one joins; None: it is made.
     """
 
     def __init__(
-        self, top: Path, url: str, objects: Objects, environment: Mapping[str, str], *, sealed: bool = True
+        self,
+        top: Path,
+        url: str,
+        objects: Objects,
+        environment: Mapping[str, str],
+        *,
+        sealed: bool = True,
+        shared: UploadingHost | None = None,
     ) -> None:
         super().__init__(top)
         self.url = url
@@ -61,13 +69,17 @@ class UploadingHost(Host):
         self.root.mkdir()
         self.taken: dict[str, trees.Manifest] = {}
         """Files that each snapshot has to bring back."""
-        # Not by `remote init`, whose proof of create-only takes SeaweedFS ten seconds.
-        remote = init_remote(
-            objects, master=MasterKey.generate() if sealed else None, block_size=DEFAULT_BLOCK_SIZE
-        )
-        self._recovery_key = show_recovery_key(os.urandom(RECOVERY_KEY_BYTES)) if sealed else None
+        if shared is None:
+            # Not by `remote init`, whose proof of create-only takes SeaweedFS ten seconds.
+            remote = init_remote(
+                objects, master=MasterKey.generate() if sealed else None, block_size=DEFAULT_BLOCK_SIZE
+            )
+            self._recovery_key = show_recovery_key(os.urandom(RECOVERY_KEY_BYTES)) if sealed else None
+            for secret in self.remote_secrets():
+                add_slot(remote, "recovery", secret)
+        else:
+            self._recovery_key = shared._recovery_key
         if self._recovery_key is not None:
-            add_slot(remote, "recovery", recovery_secret(self._recovery_key))
             self.env["CIUIC_REMOTE_RECOVERY_KEY"] = self._recovery_key
         self.run("remote", "join", url, *([] if sealed else ["--no-encryption"]))
         self.env.pop("CIUIC_REMOTE_RECOVERY_KEY", None)
@@ -77,6 +89,10 @@ class UploadingHost(Host):
         """Return what a machine elsewhere needs: where the server is, and the recovery key."""
         key = {} if self._recovery_key is None else {"CIUIC_REMOTE_RECOVERY_KEY": self._recovery_key}
         return {**environment, **key}
+
+    def remote_secrets(self) -> list[SlotSecret]:
+        """Return what opens the remote; nothing where it is not encrypted."""
+        return [] if self._recovery_key is None else [recovery_secret(self._recovery_key)]
 
     def change(self, rng: random.Random, size_bytes: int) -> None:
         """Write files with so many new bytes, and change and remove some of the earlier ones."""
@@ -146,8 +162,7 @@ class UploadingHost(Host):
 
     def commits(self, objects: Objects) -> Counter[str]:
         """Return how many commits the logs of the remote have of each snapshot."""
-        secrets = [] if self._recovery_key is None else [recovery_secret(self._recovery_key)]
-        remote = open_remote(objects, secrets)
+        remote = open_remote(objects, self.remote_secrets())
         found: Counter[str] = Counter()
         for info in remote.objects.list(LOGS_PREFIX):
             position = parse_log_entry(info.name)

@@ -3,7 +3,8 @@
 On each: 50 racers for one name, again and again, of whom one may win; then writers behind a proxy that loses
 replies and requests and answers 503 at random, who create the same names: whoever is told that it won has its
 content there, and no other writer is told so (not on a directory and over ssh, where no proxy fits between). Then hosts whose uploader is killed at random moments and which are
-lost: every snapshot comes back on another machine, bit for bit, with encryption and without. On Ceph the proof
+lost: every snapshot comes back on another machine, bit for bit, with encryption and without; and hosts that share one remote
+with collections, all of which are killed (`support.shared_remote`). On Ceph the proof
 of create-only must refuse a versioned bucket, which overwrites. A server that is not installed has the figure 0.
 
 On SeaweedFS also `ciuic remote upload` behind a network that fails, two minutes of 503 included, and a snapshot
@@ -42,6 +43,7 @@ from typing import Protocol
 from urllib.parse import quote
 
 from support import upload_trials
+from support.live import Commands
 from support.object_servers import (
     ACCESS_KEY,
     SECRET_KEY,
@@ -54,6 +56,7 @@ from support.object_servers import (
     free_ports,
     weed_program,
 )
+from support.shared_remote import SharedRemote
 from support.ssh_server import SshServer, sshd_program
 from support.upload_trials import Server
 from torture.figure import Figure
@@ -336,7 +339,8 @@ def _torture(
             proxy.fault = _random_faults(chance)
             created, broken = _contests(server, proxy, time.monotonic() + seconds / 4)
             figures.append(Figure(f"creates behind faults on {name}", created, broken))
-    figures += _lost_hosts(name, server, place, time.monotonic() + seconds / 2, chance)
+    figures += _lost_hosts(name, server, place, time.monotonic() + seconds / 4, chance)
+    figures += _shared(name, server, place, time.monotonic() + seconds / 4, chance)
     if isinstance(server, Ceph):
         figures.append(_versioned(server))
     if isinstance(server, SeaweedFS):
@@ -363,6 +367,23 @@ def _lost_hosts(
     return [
         Figure(f"uploaders killed on {name}, {kind}", kills[sealed], tuple(flaws[sealed]))
         for sealed, kind in ((True, "encrypted"), (False, "in clear"))
+    ]
+
+
+def _shared(name: str, server: Server, place: Path, deadline: float, chance: random.Random) -> list[Figure]:
+    """Kill everything that uses a remote of several hosts until the time is up, for a round at least."""
+    with Commands.warm():
+        shared = SharedRemote(server, Path(tempfile.mkdtemp(prefix="shared-", dir=place)), chance)
+        try:
+            shared.round()
+            while time.monotonic() < deadline and not shared.flaws:
+                shared.round()
+        finally:
+            shared.close()
+    return [
+        Figure(f"kills of hosts and collections that share {name}", shared.kills.total()),
+        *(Figure(f"of these: {what}", count) for what, count in sorted(shared.kills.items())),
+        Figure("snapshots restored between them", shared.restored, tuple(shared.flaws)),
     ]
 
 

@@ -224,6 +224,9 @@ class Session:
                 hint="ciuic check --remote --repair",
             )
             self.exit_code = damage.exit_code
+        for damage in opened.lost_spaces:
+            warn(damage.message, hint=damage.hint)
+            self.exit_code = damage.exit_code
 
     @property
     def snapshots(self) -> CommittedSnapshots:

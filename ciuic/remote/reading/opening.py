@@ -14,7 +14,7 @@ from typing import Final
 
 from ciuic.errors import UsageError
 from ciuic.remote import access
-from ciuic.remote.access import Remote, open_remote, repository_spaces
+from ciuic.remote.access import Remote, find_spaces, open_remote, repository_spaces
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.log_reader import (
     UPLOADING_NS,
@@ -22,7 +22,7 @@ from ciuic.remote.log_reader import (
     naming_memory,
     unlogged_manifests,
 )
-from ciuic.remote.object_names import MANIFESTS_PREFIX
+from ciuic.remote.object_names import MANIFESTS_PREFIX, space_json
 from ciuic.remote.objects.model import ObjectInfo, Objects
 from ciuic.remote.objects.opening import open_objects, open_versions
 from ciuic.remote.objects.urls import StoreSettings
@@ -54,6 +54,8 @@ class ReadableRemote:
         self.snapshots: Final = snapshots
         """Snapshots of all repositories, or of one host."""
         self.readers: Final = tuple(readers)
+        self.lost_spaces: Sequence[DamagedRemote] = ()
+        """Spaces that have objects and no remote.json. Snapshots in them are not among ``snapshots``."""
         self._closing = ExitStack()
 
     @property
@@ -285,7 +287,8 @@ def read_remote(
         pool = ThreadPoolExecutor(2, thread_name_prefix="listing")
         closing.callback(pool.shutdown, cancel_futures=True)
         closing.callback(retry.end)
-        for space in _spaces(retrying, pool.submit(repository_spaces, retrying)):
+        found_spaces = pool.submit(find_spaces, retrying.objects)
+        for space in _spaces(retrying, found_spaces):
             cache = closing.enter_context(open_cache(remote, space, cache_root))
             reader = SpaceReader(
                 space,
@@ -324,13 +327,23 @@ def read_remote(
             manifests = Manifests(space, cache, logs, prefer=reader.lookup.prefer)
             entries += (CommittedEntry(live, manifests) for live in logs.live().values())
         opened = ReadableRemote(remote, RemoteSnapshots(named_entries(entries)), readers)
+        opened.lost_spaces = [
+            DamagedRemote(
+                f"{remote.objects.url}/{space_json(id_)}",
+                "it is missing; the snapshots of this repository are not shown",
+                hint="ciuic remote upload on the host that has this repository; where the bucket keeps versions: "
+                "ciuic check --behind-deletions --repair",
+            )
+            for id_, is_whole in found_spaces.result().items()
+            if not is_whole
+        ]
         opened.keep_open(closing)
     return opened
 
 
-def _spaces(own: Remote, others: Future[list[Remote]]) -> Iterator[Remote]:
+def _spaces(own: Remote, found: Future[dict[str, bool]]) -> Iterator[Remote]:
     yield own
-    yield from others.result()
+    yield from repository_spaces(own, [id_ for id_, is_whole in found.result().items() if is_whole])
 
 
 def _unknown(stored: Sequence[ObjectInfo], logs: LogReader) -> list[ObjectInfo]:

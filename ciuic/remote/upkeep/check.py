@@ -524,6 +524,8 @@ class _CheckedPack(NamedTuple):
     """Its table; empty if it is damaged."""
     problem: str
     """Defect in words; empty if there is none."""
+    archived: bool = False
+    """The pack is archived, and the copy of its table is lost."""
 
 
 def listed_packs(objects: Objects) -> dict[PackRef, int]:
@@ -598,7 +600,7 @@ def _check_pack(
     except NoSuchObject:
         return None
     except (Damaged, UnsupportedFormat, ArchivedObject) as error:
-        return _CheckedPack(ref, packs[ref], [], error.message)
+        return _CheckedPack(ref, packs[ref], [], error.message, isinstance(error, ArchivedObject))
 
 
 _REPAIR_HINT = "ciuic check --remote --repair, on a host whose repository has it"
@@ -642,15 +644,17 @@ def check_remote(
     """
     report = CheckReport(data_read=read_data)
     opened.read_manifests_anew()
-    _check_slots(opened, report)
+    _check_top(opened, report)
     for reader, repository in zip(opened.readers, opened.repositories, strict=True):
         _check_logs(reader, report)
         _check_space(reader, repository, report, read_data=read_data, progress=progress)
     return report
 
 
-def _check_slots(opened: ReadableRemote, report: CheckReport) -> None:
-    """Add the key slots that cannot be used to the report."""
+def _check_top(opened: ReadableRemote, report: CheckReport) -> None:
+    """Add lost identities of repositories, and key slots that cannot be used, to the report."""
+    for lost in opened.lost_spaces:
+        report.findings.append(CheckFinding("error", "configuration", lost.message, lost.hint or ""))
     slots = KeySlots(opened.remote.objects)
     opened.readers[0].retry.call(slots.all)
     for one in slots.unusable:
@@ -680,6 +684,8 @@ def _check_space(
         if pack.problem:
             damaged.add(pack.ref)
             hint = "what snapshots need of it is reported as well, and nothing else is lost"
+            if pack.archived:
+                hint = "its copy of the table is lost: ciuic remote thaw the snapshots that lack chunks, then ciuic remote tier"
             report.findings.append(CheckFinding("error", "pack", pack.problem, hint))
     # Tables that decayed since the cache learned them say nothing any more.
     reader.lookup.refresh()
@@ -791,7 +797,7 @@ def repair_remote(
         with reopen() as opened:
             opened.read_manifests_anew()
             if not number:
-                _check_slots(opened, before)
+                _check_top(opened, before)
             mended = 0
             for reader, repository in zip(opened.readers, opened.repositories, strict=True):
                 # Every byte once: later passes look for what only shows when a node above is there again.

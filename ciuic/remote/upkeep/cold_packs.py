@@ -328,29 +328,45 @@ class ColdPack(NamedTuple):
         return pack_name(self.ref)
 
 
-def cold_needs(repository: RemoteRepository, selected: Sequence[Located]) -> list[ColdPack]:
+def cold_needs(
+    repository: RemoteRepository, selected: Sequence[Located], *, thorough: bool = False
+) -> list[ColdPack]:
     """Return the cold packs that these files and directories need, sorted. One LIST where nothing is cold.
+
+    Of content that no table has, all packs whose tables cannot be read: they may be archived, and the copies of their tables lost.
+
+    Args:
+        repository: Repository of a remote.
+        selected: Files and directories.
+        thorough: Ask the store for one byte of each pack that is needed, and do not rely on the copies of tables alone.
 
     Raises:
         Damaged: a tree cannot be read.
         RemoteUnreachable: the store did not answer for too long.
     """
     reader = repository.reader
-    cold = cold_packs(reader.space.objects)
-    if not cold:
+    cold = set(cold_packs(reader.space.objects))
+    if not cold and not thorough:
         return []
     # A warm copy costs nothing to read, and is there at once.
     reader.lookup.avoid(cold)
     # Readers take the first copy that they come upon; whether there is another takes the tables of all packs.
     reader.lookup.refresh()
     listed = list_packs(reader.space.objects)
-    wanted: set[PackRef] = set()
-    for chunk in _with_bases(repository, _chunks(repository, selected)):
-        refs = {reader.lookup.ref(location.pack) for location in reader.lookup.find(chunk)}
-        if refs and refs <= cold.keys():
-            # Of several cold copies a reader takes the first: all are thawed.
-            wanted |= refs
-    return [ColdPack(ref, listed[ref].size_bytes) for ref in sorted(wanted) if ref in listed]
+
+    def listed_packs(refs: Iterable[PackRef]) -> list[ColdPack]:
+        return [ColdPack(ref, listed[ref].size_bytes) for ref in sorted(refs) if ref in listed]
+
+    copies = {
+        frozenset(reader.lookup.ref(location.pack) for location in reader.lookup.find(chunk))
+        for chunk in _with_bases(repository, _chunks(repository, selected))
+    }
+    if thorough:
+        found = unreadable_now(reader, listed_packs(set().union(*copies) - cold))
+        cold.update(pack.ref for pack in found)
+    tableless = reader.lookup.unreadable().keys()
+    # Of several cold copies a reader takes the first: all are thawed.
+    return listed_packs(set().union(*(refs or tableless for refs in copies if refs <= cold)))
 
 
 def unreadable_now(reader: SpaceReader, packs: Sequence[ColdPack]) -> list[ColdPack]:
@@ -531,6 +547,8 @@ class PlannedMoves(NamedTuple):
     """Bytes of each."""
     skipped: dict[PackRef, str]
     """Packs that were to move and did not, with the reason."""
+    tableless: tuple[PackRef, ...]
+    """Cold packs that stay where they are, and whose copies of tables are lost."""
 
     @property
     def bytes(self) -> int:
@@ -600,6 +618,8 @@ class _Mover:
         # Also what an earlier run named before it was killed.
         if refs or (own is not None and own.moving):
             self._log.move((), checked=self._log.rounds.version)
+        for ref in planned.tableless:
+            self._copy_table(ref)
         moved = {ref: name for ref, name in planned.moves.items() if ref not in skipped}
         return planned._replace(moves=moved, skipped=skipped)
 
@@ -614,14 +634,24 @@ class _Mover:
             old = old_snapshots(rule, aged, now_ns)
             warm.append(self._chunks({name: one for name, one in snapshots.items() if name not in old}))
         targets = cold_targets(self._index, live, warm, rules, scheme=self._classes.scheme)
-        # Without a candidate the store is not asked.
-        moves = colder(targets, self._class_of_packs(), scheme=self._classes.scheme) if targets else {}
         condemned = self._log.rounds.condemned
-        moves = {ref: name for ref, name in moves.items() if ref not in condemned}
+        targets = {ref: rule for ref, rule in targets.items() if ref not in condemned}
+        # Without a candidate the store is not asked.
+        classes = self._class_of_packs() if targets else {}
+        scheme = self._classes.scheme
+        warm_or_cold = {ref: one.storage_class for ref, one in classes.items() if not one.is_thawed}
+        moves = colder(targets, warm_or_cold, scheme=scheme)
+        tableless = {
+            ref
+            for ref in targets.keys() & classes.keys() - moves.keys()
+            if classes[ref].is_thawed or find_class(scheme, classes[ref].storage_class).coldness
+        }
+        if tableless:
+            tableless -= cold_packs(self._objects).keys()
         # By a listing: the index does not have the size of a pack that it learned of from a log.
         listed = list_packs(self._objects) if moves else {}
         sizes = {ref: info.size_bytes for ref, info in listed.items() if ref in moves}
-        return PlannedMoves(self._reader.space.id, moves, sizes, {})
+        return PlannedMoves(self._reader.space.id, moves, sizes, {}, tuple(sorted(tableless)))
 
     def _aged(self, snapshots: Mapping[str, LiveManifest]) -> list[AgedSnapshot]:
         manifests = Manifests(self._reader.space, self._reader.cache)
@@ -638,12 +668,11 @@ class _Mover:
         add_bases(self._index, needed)
         return needed
 
-    def _class_of_packs(self) -> dict[PackRef, str]:
-        """Return the class of each pack but those that were thawed to be read."""
+    def _class_of_packs(self) -> dict[PackRef, ListedClass]:
         return {
-            ref: found.storage_class
+            ref: found
             for found in self._classes.list(pack_prefix("data"))
-            if (ref := parse_pack(found.name)) is not None and not found.is_thawed
+            if (ref := parse_pack(found.name)) is not None
         }
 
     def _move_batch(self, refs: Sequence[PackRef], moves: Mapping[PackRef, str]) -> dict[PackRef, str]:
@@ -667,12 +696,22 @@ class _Mover:
 
     def _move(self, ref: PackRef, storage_class: str) -> str:
         """Move a pack; return why it did not move, or nothing."""
-        pack, objects = RemotePackReader(self._sealer, ref), self._objects
+        # Read from the pack each time: a copy that is there may be another user's.
+        if problem := self._copy_table(ref):
+            return problem
         try:
-            # Read from the pack each time: a copy that is there may be another user's.
-            copy = pack.copy_of_table(objects)
-            objects.put(table_name(ref), [copy])
             self._reader.retry.call(lambda: self._classes.change(pack_name(ref), storage_class))
+        except NoSuchObject:
+            return "it is not there any more"
+        except ArchivedObject:
+            return "it is archived already"
+        return ""
+
+    def _copy_table(self, ref: PackRef) -> str:
+        """Store a copy of a pack's table; return why there is none, or nothing."""
+        try:
+            copy = RemotePackReader(self._sealer, ref).copy_of_table(self._objects)
+            self._objects.put(table_name(ref), [copy])
         except NoSuchObject:
             return "it is not there any more"
         except ArchivedObject:

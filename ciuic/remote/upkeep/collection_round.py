@@ -49,6 +49,7 @@ from ciuic.remote.documents import (
     StoredRound,
     create_round,
     encode_round,
+    object_digest,
     read_round,
 )
 from ciuic.remote.errors import DamagedRemote
@@ -58,6 +59,7 @@ from ciuic.remote.log_reader import (
     LostCommits,
     NothingCommitted,
     Rounds,
+    UnloggedManifest,
     unlogged_manifests,
 )
 from ciuic.remote.object_names import (
@@ -93,6 +95,7 @@ from ciuic.repository import Walker
 from ciuic.repository.chunk_reader import MAX_READ_BASE_DEPTH
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.model import ChunkLocation, PackKind, PackRecord
+from ciuic.repository.snapshot_format import decode_any_snapshot
 from ciuic.types import ChunkId, SnapshotId
 from ciuic.units import plural
 
@@ -621,6 +624,7 @@ class Collector:
         self._threads = threads
         self._repacked_bytes = 0
         self._stored: list[ObjectInfo] = []
+        self._young: list[UnloggedManifest] = []
         self._unreadable: tuple[PackRef, ...] = ()
         # Packs that were written by this collector: of records that were verified then.
         self._written: set[PackRef] = set()
@@ -966,7 +970,7 @@ class Collector:
             self._list()
             snapshots = self._reader.live()
             try:
-                live = self._mark(snapshots)
+                live = self._mark({**self._uncommitted(), **snapshots})
             except (Damaged, NotFound):
                 # A snapshot that was removed since may have been collected by another; any other is damaged.
                 self._reader.refresh()
@@ -975,6 +979,22 @@ class Collector:
                 continue
             add_bases(self._index, live)
             return live
+
+    def _uncommitted(self) -> dict[str, LiveManifest]:
+        """Return the manifests that are about to be committed, as far as what they refer to is there.
+
+        Their writer may be killed and its host lost. A repair, which cannot tell this from a log that was cut, commits them then.
+        """
+        found: dict[str, LiveManifest] = {}
+        for one in self._young:
+            try:
+                stored = decode_any_snapshot(one.manifest.snapshot)
+                live = LiveManifest(stored.repository, stored.id, one.name, object_digest(one.data))
+                self._mark({one.name: live})
+            except (Damaged, NotFound, UnsupportedFormat):
+                continue
+            found[one.name] = live
+        return found
 
     def _list(self) -> None:
         # Before the logs: a manifest that is there already has the hello of its writer in them.
@@ -988,8 +1008,11 @@ class Collector:
     def _require_logs(self) -> None:
         """Raise LostCommits if a log is gone, or cut, that must have committed a manifest."""
         young_since = self._now_ns() - self._policy.young_ns
-        lost = unlogged_manifests(self._objects, self._sealer, self._stored, self._reader, young_since)
-        if lost:
+        unlogged = unlogged_manifests(
+            self._objects, self._sealer, self._stored, self._reader, young_since, with_young=True
+        )
+        self._young = [one for one in unlogged if one.is_young]
+        if lost := [one for one in unlogged if not one.is_young]:
             raise LostCommits(lost[0].name, lost[0].reason, len(lost) - 1)
 
     def _now_ns(self) -> int:

@@ -125,7 +125,7 @@ def _needed(session: Session, ids: Sequence[str], paths: Sequence[bytes]) -> tup
             find(repository, snapshot, as_recorded(snapshot, path)) for path in dict.fromkeys(paths)
         ] or [Located(root, root.path, root.entry) for root in snapshot.roots]
         prefix = prefix_of(session.remote, repository.reader)
-        for pack in unreadable_now(repository.reader, cold_needs(repository, selected)):
+        for pack in unreadable_now(repository.reader, cold_needs(repository, selected, thorough=True)):
             packs[prefix + pack.name] = pack.size_bytes
         snapshots.append(str(snapshot.id))
     return packs, snapshots

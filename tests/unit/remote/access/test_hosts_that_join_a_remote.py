@@ -12,7 +12,14 @@ import pytest
 from support.cli_repository import CliRepository
 
 from ciuic.errors import Busy, NotFound, NotPermitted, UsageError
-from ciuic.remote.access import Remote, RepositoryChoice, init_remote, join_repository, repository_spaces
+from ciuic.remote.access import (
+    Remote,
+    RepositoryChoice,
+    find_spaces,
+    init_remote,
+    join_repository,
+    repository_spaces,
+)
 from ciuic.remote.documents import encode_repository
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import ObjectInfo
@@ -64,6 +71,7 @@ def test_spaces_are_found_without_listing_all_that_is_in_them(remote: Remote) ->
     found = repository_spaces(remote._replace(objects=objects))
     assert [one.id for one in found] == ids
     assert objects.listed < 5000
+    assert find_spaces(objects) == {**dict.fromkeys(ids, True), f"{9:032x}": False}
 
 
 class Died(BaseException):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from support.dying_objects import DyingObjects, Killed
 from support.remote_host import BLOCK, RemoteHost, new_remote, reading
 from support.restoring import write
 
@@ -18,9 +19,12 @@ from ciuic.protocol.stored_remotely import read_record
 from ciuic.remote.access import Remote
 from ciuic.remote.documents import LogEntry, LogRemove, read_entry
 from ciuic.remote.log_reader import LogReader, LostCommits
-from ciuic.remote.object_names import parse_log_entry
+from ciuic.remote.object_names import LOGS_PREFIX, MANIFESTS_PREFIX, parse_log_entry
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
+from ciuic.remote.objects.model import Objects
+from ciuic.remote.objects.opening import open_objects
 from ciuic.remote.objects.wrappers import CountingObjects
+from ciuic.remote.upkeep.check import repair_remote
 from ciuic.remote.upkeep.collect import (
     CollectedSpace,
     collect_remote,
@@ -30,6 +34,7 @@ from ciuic.remote.upkeep.collect import (
 )
 from ciuic.remote.upkeep.collection_round import CollectionPolicy
 from ciuic.remote.writer_log import LogUpkeep
+from ciuic.repository.identity import Bytes
 
 AT_ONCE = CollectionPolicy(young_ns=0, repack_share=0.6)
 
@@ -227,3 +232,55 @@ def entries(remote: Remote) -> list[LogEntry]:
         for name in names(remote)
         if (position := parse_log_entry(name)) is not None
     ]
+
+
+class DyingUploader(DyingObjects):
+    """Objects of an uploader that is killed between a manifest and its commit."""
+
+    def __init__(self, objects: Objects) -> None:
+        super().__init__(objects, 10**6)
+        self.stored = ""
+
+    def put(self, name: str, data: Sequence[Bytes]) -> None:
+        super().put(name, data)
+        self.stored = name
+
+    def create(self, name: str, data: bytes) -> bool:
+        if self.stored.startswith(MANIFESTS_PREFIX) and name.startswith(LOGS_PREFIX):
+            raise Killed
+        made = super().create(name, data)
+        self.stored = name
+        return made
+
+
+def test_what_a_lost_host_was_about_to_commit_stays(tmp_path: Path) -> None:
+    """A repair commits the manifest of a lost host a day later: no collection has taken what it relied on until then."""
+    objects = open_objects(f"file://{tmp_path}/nas", make=True)
+
+    def age() -> None:
+        for path in (tmp_path / "nas").rglob("*"):
+            os.utime(path, (time.time() - 2 * 86_400,) * 2)
+
+    remote = new_remote(objects)
+    host, given_up, kept = two_snapshots(tmp_path / "lost", remote)
+    forget(remote, tmp_path / "cache", given_up)
+    forget(remote, tmp_path / "cache", kept)
+    with host.repository.writer() as writer:
+        writer.remove_snapshots([given_up, kept])
+    age()
+    write(host.root / "new", b"new")
+    last = host.snapshot().id
+    host.remote = remote._replace(objects=DyingUploader(objects))
+    with pytest.raises(Killed):
+        host.upload()
+    host.repository.close()
+    with reading(remote, tmp_path / "cache") as opened:
+        collect_remote(opened, host="operator")
+        assert opened.snapshots.ids() == []
+    age()
+    with reading(remote, tmp_path / "cache") as opened, pytest.raises(LostCommits):
+        collect_remote(opened, host="operator")
+    repair_remote(lambda: reading(remote, tmp_path / "cache"), None, host="operator")
+    with reading(remote, tmp_path / "other cache") as opened:
+        assert opened.snapshots.ids() == [last]
+        assert verify_snapshots(opened.repositories[0], checksum=True).damages == []
