@@ -59,6 +59,7 @@ from ciuic.remote.objects.model import (
     RefusedBody,
     RemoteRefused,
     RemoteUnreachable,
+    UntrustedStore,
 )
 from ciuic.remote.objects.wrappers import steady_object_bytes
 from ciuic.remote.pack import LARGEST_PACK_BYTES, ROW_BYTES, SMALLEST_PACK_BYTES, PackLimit, RemotePackWriter
@@ -317,7 +318,7 @@ def persist(
 
     Raises:
         Stopped: ``stop`` was set.
-        RemoteRefused: the store refused more often than that.
+        RemoteRefused, UntrustedStore: the store refused, or showed a certificate that is none for it, more often than that.
         NoSuchBucket: the bucket is missing for half a minute.
     """
     pause = _FIRST_PAUSE_SECONDS
@@ -330,7 +331,7 @@ def persist(
             result = request()
         # Credentials may be renewed and permissions mended while the uploader runs.
         except (RemoteUnreachable, RemoteRefused) as error:
-            refusals += isinstance(error, RemoteRefused)
+            refusals += isinstance(error, (RemoteRefused, UntrustedStore))
             if max_refusals is not None and refusals > max_refusals:
                 raise
             problem(error.message)

@@ -44,7 +44,6 @@ from ciuic.errors import Damaged, NotFound
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access import Remote
 from ciuic.remote.log_reader import LogReader
-from ciuic.remote.objects import obstore_objects
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import ObjectInfo, RemoteUnreachable
 from ciuic.remote.objects.s3_botocore import S3Client
@@ -538,7 +537,6 @@ def test_an_upload_waits_for_a_certificate(
     """A certificate that is none for this store is told with its remedy, and the upload ends by itself once it is renewed."""
     authority = Authority(tmp_path)
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
-    monkeypatch.setitem(obstore_objects._RETRY, "max_retries", 1)
     with FaultProxy(seaweedfs.endpoint, authority.certify(name, until=until)) as proxy:
         url = seaweedfs.new_url()
         made = new_remote(seaweedfs.connect(url))
@@ -562,7 +560,6 @@ def test_a_private_authority_is_trusted_by_every_client(
 ) -> None:
     """SSL_CERT_FILE counts for both clients of S3; without it the message names it."""
     authority = Authority(tmp_path)
-    monkeypatch.setitem(obstore_objects._RETRY, "max_retries", 1)
     with FaultProxy(seaweedfs.endpoint, authority.certify(LOOPBACK)) as proxy:
         url = seaweedfs.new_url()
 

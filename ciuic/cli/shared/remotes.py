@@ -127,7 +127,12 @@ def goes_on(tried: int) -> bool:
 
 def _named(error: CiuicError, url: str) -> CiuicError:
     """Return the error with the URL in it, and with what to look at where it does not say."""
+    from ciuic.remote.objects.model import UntrustedStore
+
     message = error.message if error.message.startswith(url) else f"{url}: {error.message}"
+    if isinstance(error, UntrustedStore):
+        # It says what to do, which the network has no part in.
+        return error.anew(message)
     # Of a bucket that is not there only the name is known to be wrong.
     hint = error.hint if error.exit_code != NotFound.exit_code else ""
     kind = url.partition(":")[0]

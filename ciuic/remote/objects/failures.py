@@ -21,6 +21,7 @@ from ciuic.remote.objects.model import (
     RemoteFull,
     RemoteRefused,
     RemoteUnreachable,
+    UntrustedStore,
 )
 
 _STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})")
@@ -45,6 +46,14 @@ _NONSENSE = (
 )
 _PAGE = re.compile(r"non-2xx status code: \d{3}[^:]{0,60}:\s*(?:<!doctype html|<html)", re.IGNORECASE)
 _PROXY_HINT = "a proxy may have answered in place of the store"
+# Of Amazon S3 (a message), and codes of others.
+_CHECKSUM_WANTED = (
+    "x-amz-checksum- HTTP header is required",
+    "MissingUploadObjectWithObjectLockHeaders",
+    "MissingContentMD5",
+)
+# obstore's word for a request that was never sent.
+_NOT_CONNECTED = "kind: Connect"
 # obstore's words for a body that ended early, or stalled.
 _CUT = ("request or response body error", "end of file before message length")
 _FULL_CODES = frozenset({"XMinioStorageFull", "InsufficientStorage", "InsufficientCapacity", "QuotaExceeded"})
@@ -85,6 +94,25 @@ def status_of(exc: BaseException) -> int:
     """Return the HTTP status of the last reply; 0 if there was none."""
     match = _STATUS.search(str(exc))
     return int(match[1]) if match else 0
+
+
+def may_pass(exc: BaseException) -> bool:
+    """Return whether a request that obstore gave up may succeed if it is repeated: there was no answer, or one of 5xx."""
+    return status_of(exc) in (0, *range(500, 600))
+
+
+def never_sent(exc: BaseException) -> bool:
+    """Return whether the same holds of a create, which a lost reply must not repeat: it may have been done."""
+    return may_pass(exc) and bool(status_of(exc) or _NOT_CONNECTED in str(exc))
+
+
+def wants_checksum(exc: BaseException) -> bool:
+    """Return whether the store refused a body because no checksum came with it.
+
+    References:
+        Amazon S3 API, PutObject: a checksum is required where the bucket has a retention period by Object Lock
+    """
+    return status_of(exc) == 400 and any(mark in str(exc) for mark in _CHECKSUM_WANTED)
 
 
 def is_conflict(exc: BaseException) -> bool:
@@ -175,7 +203,9 @@ def failure(
     if not status and any(mark in text for mark in _CUT):
         return CutReply(f"{what}: the connection ended within the reply of the store")
     if not status:
-        return RemoteUnreachable(f"{what}: no answer from the store ({_transport(text)})")
+        broken = _transport(text)
+        kind_of_error = UntrustedStore if broken in _CERTIFICATE_FAULTS else RemoteUnreachable
+        return kind_of_error(f"{what}: no answer from the store ({broken})")
     return RemoteUnreachable(answer)
 
 
@@ -217,6 +247,7 @@ _UNKNOWN_ISSUER = (
     "its TLS certificate is signed by nobody whom this machine trusts: "
     "SSL_CERT_FILE names a file with the certificate of a private authority"
 )
+_CERTIFICATE_FAULTS = frozenset({_EXPIRED, _NOT_YET_VALID, _OTHER_NAME, _UNKNOWN_ISSUER})
 
 
 def _transport(text: str) -> str:

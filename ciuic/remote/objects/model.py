@@ -50,6 +50,10 @@ class NotAListing(NonsenseReply):
     """The answer to a listing request is no listing."""
 
 
+class UntrustedStore(RemoteUnreachable):
+    """The TLS certificate of the store is none for it, which asking again does not change."""
+
+
 class RemoteFull(RemoteUnreachable):
     """The object store has no room for more, or the quota is used up."""
 

@@ -7,7 +7,8 @@ The stores are made from a URL, settings and the usual credentials (`Clients`), 
 are the same for all:
 
 * A request is tried again after 5xx, a lost connection and, where that is safe, a time-out, for 30 seconds;
-  then the caller decides, who knows whether waiting is worth it.
+  then the caller decides, who knows whether waiting is worth it. obstore tries a few times, within two seconds or so, and
+  repeats a certificate that is none like everything else; here that is told at once.
 * obstore's time-out covers a whole request with its body, so bodies are sent by clients with a time-out for
   their size: a stalled small request is noticed in 30 seconds, and 64 MiB may take 15 minutes.
 * Reads have 30 seconds between any two pieces of a body, and 15 minutes in all.
@@ -34,7 +35,14 @@ from ciuic.remote.objects.credentials import (
     azure_connection,
     s3_place,
 )
-from ciuic.remote.objects.failures import failure, is_conflict, status_of
+from ciuic.remote.objects.failures import (
+    failure,
+    is_conflict,
+    may_pass,
+    never_sent,
+    status_of,
+    wants_checksum,
+)
 from ciuic.remote.objects.model import (
     MAX_OBJECT_BYTES,
     CutReply,
@@ -45,6 +53,7 @@ from ciuic.remote.objects.model import (
     RemoteRefused,
     RemoteUnreachable,
     TooLargeObject,
+    UntrustedStore,
     check_name,
     merge_ranges,
     slices_of,
@@ -65,16 +74,19 @@ _TIMEOUTS: Final = (
     (8 << 20, timedelta(minutes=4)),
 )
 """Size of a body up to which a time-out holds: 8 MiB at 35 KiB/s; longer ones have the longest."""
-_RETRY: Final[dict[str, Any]] = {
-    # As many as fit into the time: the time is the limit.
-    "max_retries": 40,
-    "retry_timeout": _RETRY_TIMEOUT,
-    "backoff": {
-        "init_backoff": timedelta(milliseconds=100),
-        "max_backoff": timedelta(seconds=3),
-        "base": 2,
-    },
+_BACKOFF: Final = {
+    "init_backoff": timedelta(milliseconds=100),
+    "max_backoff": timedelta(seconds=3),
+    "base": 2,
 }
+_RETRY: Final[dict[str, Any]] = {
+    # Few: what fails then is looked at here, and mostly repeated.
+    "max_retries": 4,
+    "retry_timeout": _RETRY_TIMEOUT,
+    "backoff": _BACKOFF,
+}
+# Each may be a connection that broke within one body.
+_RETRY_BODIES: Final[dict[str, Any]] = {**_RETRY, "max_retries": 10}
 # OSS has no If-None-Match for PUT (501); this header is its create-only, answered with 409.
 _OSS_CREATE_ONLY: Final = {"x-oss-forbid-overwrite": "true"}
 
@@ -108,17 +120,33 @@ class Clients:
         self.is_oss: Final = url.scheme == "oss"
         self.has_suffix_ranges: Final = url.scheme != "az"
         self.has_bulk_delete: Final = url.scheme == "s3"
+        self.sends_checksums = url.scheme != "s3"
+        """True if bodies are sent with their SHA-256, or cannot be."""
         # At once, so that what is wrong with the configuration is told when the remote is opened.
-        self.small: Final = self._make(_TIMEOUTS[0][1])
-        """Client for bodies of up to 256 KiB, and for requests without one."""
+        _ = self.small
 
     # The others when they are used: each takes 5 ms of a processor, and a process may need one alone. Two
     # threads may make one each, and the later one stays.
 
     @cached_property
+    def small(self) -> ObjectStore:
+        """Client for bodies of up to 256 KiB, and for requests without one."""
+        return self._make(_TIMEOUTS[0][1])
+
+    @cached_property
     def reading(self) -> ObjectStore:
         """Client that reads bodies and listings."""
         return self._make(_LONGEST_TIMEOUT, reads=True)
+
+    def send_checksums(self) -> None:
+        """Have bodies be sent with their SHA-256 from now on.
+
+        Not from the beginning: over TLS they are read once more for this alone.
+        """
+        self._configuration.send_checksums()
+        for name in ("small", "creating", "_middle", "_large"):
+            self.__dict__.pop(name, None)
+        self.sends_checksums = True
 
     def renew_reading(self) -> None:
         """Have `reading` be a new client, with connections of its own. Requests under way keep the old one."""
@@ -158,7 +186,7 @@ class Clients:
         if headers:
             options["default_headers"] = dict(headers)
         try:
-            return self._configuration.make(options)
+            return self._configuration.make(options, _RETRY_BODIES if reads else _RETRY)
         except CiuicError:
             raise
         except Exception as exc:
@@ -187,13 +215,16 @@ class _Configuration:
             self._azure()
         self.allows_http: Final = str(self._config.get("endpoint", settings.endpoint)).startswith("http://")
 
-    def make(self, options: dict[str, Any]) -> ObjectStore:
+    def send_checksums(self) -> None:
+        self._config["checksum_algorithm"] = "SHA256"
+
+    def make(self, options: dict[str, Any], retry: Mapping[str, Any]) -> ObjectStore:
         """Return a client with these options."""
         store = _import_obstore().store
         arguments: dict[str, Any] = {
             "prefix": self._url.prefix or None,
             "client_options": options,
-            "retry_config": _RETRY,
+            "retry_config": retry,
         }
         if self._config:
             arguments["config"] = self._config
@@ -252,6 +283,8 @@ _LIST_PAGE: Final = 1000
 _STORE_PAGE: Final = 100
 # An answer that is none of a store is that of a proxy, and the next one mostly the store's.
 _NONSENSE_PAUSES_SECONDS: Final = (0.1, 1.0, 3.0)
+# Between the tries of obstore, which has pauses of its own.
+_UNANSWERED_PAUSES_SECONDS: Final = (2.0,) * 8
 # obstore goes on with a body that was cut, but for listings. Four minutes in all, as other reads are repeated.
 _CUT_PAUSES_SECONDS: Final = (0.5, 1.0, 2.0, 4.0, 8.0, *[15.0] * 15)
 _DELETE_BATCH: Final = 1000
@@ -292,44 +325,74 @@ class ObstoreObjects:
         """Store the parts as one object, in place of one that is there."""
         check_name(name)
         size_bytes = sum(len(part) for part in data)
-        client = self._clients.sending(size_bytes)
-        # An iterator of buffers is sent as it is; joined, it would be copied.
-        body = data[0] if len(data) == 1 else iter(data)
         attributes = None
         if self._storage_class and _DATA_PACK.search(name):
             attributes = {"Storage-Class": self._storage_class}
-        try:
+
+        def send() -> None:
+            client = self._clients.sending(size_bytes)
+            # An iterator of buffers is sent as it is; joined, it would be copied.
+            body = data[0] if len(data) == 1 else iter(data)
             self._obstore.put(client, name, body, use_multipart=False, attributes=attributes)
-        except Exception as exc:
-            raise self._failure(exc, "store", name, writes=True, body_bytes=size_bytes) from None
+
+        self._write("store", name, send, body_bytes=size_bytes)
 
     def create(self, name: str, data: bytes) -> bool:
         """Store the object if the name is free; False if it is taken."""
         check_name(name)
         for pause_seconds in (*_CONFLICT_PAUSES_SECONDS, None):
-            try:
-                self._put_if_absent(name, data)
-                return True
-            except (
-                self._obstore.exceptions.AlreadyExistsError,
-                self._obstore.exceptions.PreconditionError,
-            ) as exc:
-                if not is_conflict(exc):
-                    return False
-                if pause_seconds is None:
-                    break
-            except Exception as exc:
-                raise self._failure(exc, "create", name, writes=True, body_bytes=len(data)) from None
-            self._sleep(pause_seconds)
+            created = self._write(
+                "create",
+                name,
+                lambda: self._put_if_absent(name, data),
+                body_bytes=len(data),
+                may_repeat=never_sent,
+            )
+            if created is not None:
+                return created
+            if pause_seconds is not None:
+                self._sleep(pause_seconds)
         raise RemoteUnreachable(f"cannot create {name}: the store sees another create of it all the time")
 
-    def _put_if_absent(self, name: str, data: bytes) -> None:
+    def _put_if_absent(self, name: str, data: bytes) -> bool | None:
+        """Return as `create`, or None while another create of the name is under way."""
         client = self._clients.creating
-        if self._clients.is_oss:
-            # The client's header does it.
-            self._obstore.put(client, name, data, use_multipart=False)
-        else:
-            self._obstore.put(client, name, data, use_multipart=False, mode="create")
+        # The client's header does it for OSS.
+        how = {} if self._clients.is_oss else {"mode": "create"}
+        try:
+            self._obstore.put(client, name, data, use_multipart=False, **how)
+        except (
+            self._obstore.exceptions.AlreadyExistsError,
+            self._obstore.exceptions.PreconditionError,
+        ) as exc:
+            return None if is_conflict(exc) else False
+        return True
+
+    def _write(
+        self,
+        doing: str,
+        name: str,
+        send: Callable[[], _Result],
+        *,
+        body_bytes: int = 0,
+        may_repeat: Callable[[BaseException], bool] = may_pass,
+    ) -> _Result:
+        """Send a request, again while it may succeed later; with a checksum from then on where the store wants one."""
+        again = self._retries()
+        while True:
+            is_checked = self._clients.sends_checksums
+            try:
+                return send()
+            except CiuicError:
+                raise
+            except Exception as exc:
+                error = self._failure(exc, doing, name, writes=True, body_bytes=body_bytes)
+                if not is_checked and wants_checksum(exc):
+                    self._clients.send_checksums()
+                    continue
+                if not isinstance(error, RemoteUnreachable) or not may_repeat(exc):
+                    raise error from None
+            again(error)
 
     def get(self, name: str) -> bytes:
         """Return the whole object."""
@@ -430,7 +493,7 @@ class ObstoreObjects:
                     progress.check(after)
                     if after.startswith(prefix):
                         yield _info(meta)
-            except (NonsenseReply, CutReply) as error:
+            except RemoteUnreachable as error:
                 again(error)
                 continue
             if number % _STORE_PAGE or (asked_again and not number):
@@ -469,22 +532,24 @@ class ObstoreObjects:
 
     def _delete(self, names: Sequence[str]) -> None:
         what = names if isinstance(names, str) else "objects"
-        try:
-            self._obstore.delete(self._clients.small, names)
-        except FileNotFoundError as exc:
-            error = self._failure(exc, "delete", "objects")
-            if not isinstance(error, NoSuchObject):
-                raise error from None
-        except Exception as exc:
-            raise self._failure(exc, "delete", what) from None
-        except BaseException as exc:
-            # By name: pyo3 exports no such class. obstore panics where the reply names an object that was not asked about.
-            if type(exc).__name__ != "PanicException":
-                raise
-            raise NonsenseReply(
-                f"cannot delete {what}: the reply names other objects than the request",
-                hint="a proxy may have answered in place of the store",
-            ) from None
+
+        def send() -> None:
+            try:
+                self._obstore.delete(self._clients.small, names)
+            except FileNotFoundError as exc:
+                error = self._failure(exc, "delete", "objects")
+                if not isinstance(error, NoSuchObject):
+                    raise error from None
+            except BaseException as exc:
+                # By name: pyo3 exports no such class. obstore panics where the reply names an object that was not asked about.
+                if type(exc).__name__ != "PanicException":
+                    raise
+                raise NonsenseReply(
+                    f"cannot delete {what}: the reply names other objects than the request",
+                    hint="a proxy may have answered in place of the store",
+                ) from None
+
+        self._write("delete", what, send)
 
     def reconnect(self) -> None:
         """Make new connections for the reads that begin from now on."""
@@ -504,17 +569,28 @@ class ObstoreObjects:
                 if status_of(exc) == _RANGE_NOT_SATISFIABLE:
                     raise _OutsideObject from None
                 error = self._failure(exc, "read", name)
-            if not isinstance(error, NonsenseReply):
+                # obstore has gone on with a body that was cut for as long as that helps.
+                if not isinstance(error, NonsenseReply) and (
+                    isinstance(error, CutReply) or not may_pass(exc)
+                ):
+                    raise error from None
+            if not isinstance(error, RemoteUnreachable):
                 raise error from None
             again(error)
 
-    def _retries(self) -> Callable[[NonsenseReply | CutReply], None]:
-        """Return what waits before a read is repeated over new connections, and raises its error in the end."""
-        nonsense, cut = iter(_NONSENSE_PAUSES_SECONDS), iter(_CUT_PAUSES_SECONDS)
+    def _retries(self) -> Callable[[RemoteUnreachable], None]:
+        """Return what waits before a request is repeated over new connections, and raises its error in the end."""
+        nonsense, cut, other = map(
+            iter, (_NONSENSE_PAUSES_SECONDS, _CUT_PAUSES_SECONDS, _UNANSWERED_PAUSES_SECONDS)
+        )
+        ends = time.monotonic() + _RETRY_TIMEOUT.total_seconds()
 
-        def again(error: NonsenseReply | CutReply) -> None:
-            pause_seconds = next(cut if isinstance(error, CutReply) else nonsense, None)
-            if pause_seconds is None:
+        def again(error: RemoteUnreachable) -> None:
+            is_other = not isinstance(error, (NonsenseReply, CutReply))
+            left = other if is_other else cut if isinstance(error, CutReply) else nonsense
+            pause_seconds = next(left, None)
+            is_over = isinstance(error, UntrustedStore) or (is_other and time.monotonic() > ends)
+            if pause_seconds is None or is_over:
                 raise error from None
             self._sleep(pause_seconds)
             self.reconnect()

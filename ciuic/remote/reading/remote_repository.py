@@ -23,9 +23,9 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Final, TypeVar
 
 from ciuic.errors import Damaged, NotFound, NotPermitted
@@ -457,11 +457,12 @@ class SpaceReader:
 # Bytes that are asked for at once, and how many such ranges are read ahead.
 _RUN_BYTES: Final = 4 << 20
 _AHEAD: Final = 6
+_PACKS_AT_ONCE: Final = 6
 
 
 def _scrub_remote(
     reader: SpaceReader,
-    repository: Repository,
+    repository: RemoteRepository,
     sizes: Mapping[int, int],
     progress: Callable[[int, int], None] | None,
     goes_on: Callable[[int], bool],
@@ -478,31 +479,54 @@ def _scrub_remote(
         between: Called often.
     """
     done_bytes, all_bytes = 0, sum(sizes.values())
-    for number, size_bytes in sizes.items():
-        # Those below 0 have no table: the caller has reported them.
-        if number >= 0:
-            try:
-                for damage in _scrub_pack(reader, repository, number):
-                    between()
-                    if damage is not None:
-                        yield damage
-            except NotFound:
-                # A collection removed it meanwhile; what was live in it was copied before.
-                pass
-            except ArchivedObject as error:
-                # Not read, and no damage.
-                reader.archived.add(error.name)
-            except (DamagedRemote, UnsupportedFormat) as error:
-                yield PackDamage(number, 0, None, error.message)
-        done_bytes += size_bytes
-        if progress is not None:
-            progress(done_bytes, all_bytes)
-        if not goes_on(number):
-            return
+    own = threading.local()
+
+    def scrub(number: int) -> list[PackDamage]:
+        if not hasattr(own, "repository"):
+            own.repository = repository.reopen()
+        return _damages(reader, own.repository, number)
+
+    # Small packs take three requests each, one after the other, and mostly wait for the store.
+    threads = ThreadPoolExecutor(_PACKS_AT_ONCE, "scrub")
+    numbers = iter(sizes)
+    reading: deque[Future[list[PackDamage]]] = deque()
+    try:
+        for number, size_bytes in sizes.items():
+            for ahead in islice(numbers, _PACKS_AT_ONCE - len(reading)):
+                reading.append(threads.submit(scrub, ahead))
+            yield from reading.popleft().result()
+            between()
+            done_bytes += size_bytes
+            if progress is not None:
+                progress(done_bytes, all_bytes)
+            if not goes_on(number):
+                return
+    finally:
+        # Not waited for: after an error, or an interruption, others may repeat a request for minutes.
+        threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _scrub_pack(reader: SpaceReader, repository: Repository, number: int) -> Iterator[PackDamage | None]:
-    """Yield damage, and None for each run of sound records."""
+def _damages(reader: SpaceReader, repository: Repository, number: int) -> list[PackDamage]:
+    """Return the damage of a pack."""
+    # Those below 0 have no table: the caller has reported them.
+    if number < 0:
+        return []
+    found: list[PackDamage] = []
+    try:
+        found.extend(_scrub_pack(reader, repository, number))
+    except NotFound:
+        # A collection removed it meanwhile; what was live in it was copied before.
+        pass
+    except ArchivedObject as error:
+        # Not read, and no damage.
+        reader.archived.add(error.name)
+    except (DamagedRemote, UnsupportedFormat) as error:
+        found.append(PackDamage(number, 0, None, error.message))
+    return found
+
+
+def _scrub_pack(reader: SpaceReader, repository: Repository, number: int) -> Iterator[PackDamage]:
+    """Yield the damage of the records of a pack."""
     pack = RemotePackReader(reader.space.sealer, reader.lookup.ref(number))
     objects, tag_bytes = reader.space.objects, pack.layout.seal.tag_bytes
     records = pack.read_table(objects)
@@ -528,7 +552,6 @@ def _scrub_pack(reader: SpaceReader, repository: Repository, number: int) -> Ite
                 yield PackDamage(number, record.offset, record.id, error.reason)
             except BadCopyError as error:
                 yield PackDamage(number, record.offset, record.id, str(error))
-        yield None
 
 
 def _opened(reader: SpaceReader, pack: RemotePackReader, record: PackRecord, stored: memoryview) -> bytes:

@@ -11,7 +11,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, TypeVar
 
-from ciuic.remote.objects.model import ListingProgress, ObjectInfo, Objects, RemoteUnreachable
+from ciuic.remote.objects.model import (
+    ListingProgress,
+    ObjectInfo,
+    Objects,
+    RemoteUnreachable,
+    UntrustedStore,
+)
 from ciuic.repository import log
 from ciuic.repository.identity import Bytes
 
@@ -57,6 +63,8 @@ class RetryPolicy:
         while True:
             try:
                 return request()
+            except UntrustedStore:
+                raise
             except RemoteUnreachable as error:
                 waited = self._clock() - began
                 reason = error.message.partition(": ")[2] or error.message

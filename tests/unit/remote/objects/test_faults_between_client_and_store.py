@@ -45,8 +45,10 @@ def connect(seaweedfs: SeaweedFS, fault_proxy: FaultProxy) -> Connect:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let clients give up at once: what comes after that is not obstore's to do."""
-    monkeypatch.setitem(obstore_objects._RETRY, "max_retries", 0)
+    """Let clients give up at once: what comes after that is not theirs to do."""
+    for retry in (obstore_objects._RETRY, obstore_objects._RETRY_BODIES):
+        monkeypatch.setitem(retry, "max_retries", 0)
+    monkeypatch.setattr(obstore_objects, "_UNANSWERED_PAUSES_SECONDS", ())
 
 
 def on(method: str, *faults: Fault | None) -> Callable[[Request], Fault | None]:
@@ -423,9 +425,40 @@ def test_no_message_shows_a_credential(seaweedfs: SeaweedFS, fault_proxy: FaultP
     assert seen > 60
 
 
-def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        "<Error><Code>InvalidRequest</Code><Message>Content-MD5 OR x-amz-checksum- HTTP header is required for "
+        "Put Object requests with Object Lock parameters</Message></Error>",
+        "<Error><Code>MissingContentMD5</Code></Error>",
+    ],
+)
+def test_a_bucket_that_wants_checksums_gets_them(
+    connect: Connect, fault_proxy: FaultProxy, refusal: str
+) -> None:
+    """Where a lock of the bucket makes checksums a duty, whatever is stored has one after the first refusal, and is stored once."""
+    refused: list[Request] = []
+
+    def lock(request: Request) -> Fault | None:
+        if request.method != "PUT" or "x-amz-checksum-sha256" in request.headers:
+            return None
+        refused.append(request)
+        return Fault(status=400, body=refusal.encode())
+
+    fault_proxy.fault = lock
+    objects = connect()
+    bodies = {"small": b"content", "middle": os.urandom(1 << 20), "large": os.urandom(9 << 20)}
+    for name, body in bodies.items():
+        objects.put(name, [body[:5], body[5:]])
+    assert objects.create("once", b"nonce")
+    assert not objects.create("once", b"other")
+    assert {name: objects.get(name) for name in bodies} == bodies
+    assert len(refused) == 1
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_server_that_is_not_there() -> None:
     """A server that does not answer is unreachable, and the message says what failed."""
-    monkeypatch.setitem(obstore_objects._RETRY, "max_retries", 1)
     objects = connect_s3("s3://bucket/x", "http://127.0.0.1:1")
     with pytest.raises(
         RemoteUnreachable, match=r"cannot read name: no answer from the store \(connection refused\)"

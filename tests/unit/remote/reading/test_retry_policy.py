@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from ciuic.remote.objects.model import RemoteUnreachable
+from ciuic.remote.objects.model import RemoteUnreachable, UntrustedStore
 from ciuic.remote.reading.retry_policy import RetryPolicy
 from ciuic.repository import log
 
@@ -27,3 +27,16 @@ def test_a_request_that_is_repeated_says_so_once_and_ends(monkeypatch: pytest.Mo
         with pytest.raises(RemoteUnreachable):
             policy.call(request)
     assert told == [("remote_request_repeated", "cannot read 1: no answer")]
+
+
+def test_a_certificate_that_is_none_is_told_at_once() -> None:
+    """A store whose certificate is not trusted is asked once: who waits at a terminal can mend it."""
+    asked = count()
+
+    def request() -> None:
+        next(asked)
+        raise UntrustedStore("cannot read x: its TLS certificate has expired")
+
+    with pytest.raises(UntrustedStore):
+        RetryPolicy(60).call(request)
+    assert next(asked) == 1

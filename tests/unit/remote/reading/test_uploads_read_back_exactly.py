@@ -6,14 +6,15 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from support import trees
 from support.object_servers import SeaweedFS
-from support.remote_host import BLOCK, RemoteHost, new_remote, reading
+from support.remote_host import BLOCK, RemoteHost, flip_object, new_remote, reading
 from support.restoring import write
 from support.trees import STEPS, play
 
@@ -23,6 +24,7 @@ from ciuic.remote.access import Remote
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.opening import open_objects
 from ciuic.repository import Repository
+from ciuic.repository.identity import Bytes
 from ciuic.restore import Overwrite, execute, plan_restore
 from ciuic.types import Snapshot
 
@@ -148,3 +150,40 @@ def test_an_interrupted_restore_goes_on(tmp_path: Path, new_store: Stores) -> No
         result = execute(plan)
     assert (result.restored, result.complete) == (2, True)
     trees.assert_same(manifest, trees.manifest(there))
+
+
+class MeetingObjects(MemoryObjects):
+    """Objects of which the first two packs are read only at the same time."""
+
+    def __init__(self, bucket: str) -> None:
+        super().__init__(bucket)
+        self._left = ["", ""]
+        self._both = threading.Barrier(2)
+
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> Sequence[Bytes]:
+        if name.startswith("packs/data/") and name not in self._left and "" in self._left:
+            self._left[self._left.index("")] = name
+            self._both.wait(60)
+        return super().get_ranges(name, ranges)
+
+
+def test_several_packs_are_verified_at_once(tmp_path: Path) -> None:
+    """A verification of every byte waits for the store once for several small packs, and names what is damaged in each."""
+    bucket = f"meeting-{os.urandom(6).hex()}"
+    remote = new_remote(MemoryObjects(bucket))
+    host = RemoteHost(tmp_path / "host", remote)
+    for number in range(4):
+        write(host.root / f"file-{number}", os.urandom(BLOCK))
+        host.snapshot()
+        host.upload()
+    with reading(remote._replace(objects=MeetingObjects(bucket)), tmp_path / "cache") as opened:
+        found = verify_snapshots(opened.repositories[0], checksum=True)
+    assert found.damages == []
+    packs = sorted(info.name for info in remote.objects.list("packs/data/"))
+    assert len(packs) == 4
+    for name in packs[:2]:
+        flip_object(remote.objects, name, at=100)
+    with reading(remote, tmp_path / "another") as opened:
+        found = verify_snapshots(opened.repositories[0], checksum=True)
+    assert len({damage.path for damage in found.damages if damage.path}) == 2
+    forget_bucket(bucket)

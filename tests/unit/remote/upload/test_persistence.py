@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from ciuic.remote.objects.model import RemoteRefused, RemoteUnreachable
+from ciuic.remote.objects.model import RemoteRefused, RemoteUnreachable, UntrustedStore
 from ciuic.remote.uploader import MAX_REFUSALS, persist
 
 
@@ -31,14 +31,15 @@ def _failing(error: type[Exception], times: int) -> Callable[[], int]:
     return request
 
 
-def test_refusals_end_an_upload_that_is_to_end() -> None:
-    """The allowed number of refusals is retried and the next is raised; a store that does not answer is retried without limit."""
+@pytest.mark.parametrize("refusal", [RemoteRefused, UntrustedStore])
+def test_refusals_end_an_upload_that_is_to_end(refusal: type[Exception]) -> None:
+    """The allowed number of refusals, or of certificates that are none, is retried and the next is raised; a store that does not answer is retried without limit."""
     stop = NoPause()
     told: list[str] = []
-    allowed = _failing(RemoteRefused, MAX_REFUSALS)
+    allowed = _failing(refusal, MAX_REFUSALS)
     assert persist(allowed, stop, told.append, MAX_REFUSALS) == MAX_REFUSALS + 1
     assert told[-1] == ""
-    with pytest.raises(RemoteRefused, match=f"attempt {MAX_REFUSALS + 1}"):
-        persist(_failing(RemoteRefused, 1000), stop, told.append, MAX_REFUSALS)
+    with pytest.raises(refusal, match=f"attempt {MAX_REFUSALS + 1}"):
+        persist(_failing(refusal, 1000), stop, told.append, MAX_REFUSALS)
     assert persist(_failing(RemoteUnreachable, 1000), stop, told.append, MAX_REFUSALS) == 1001
-    assert persist(_failing(RemoteRefused, 1000), stop, told.append) == 1001
+    assert persist(_failing(refusal, 1000), stop, told.append) == 1001
