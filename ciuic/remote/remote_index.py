@@ -265,10 +265,11 @@ class PackTables:
                 self._db.execute(f"DELETE FROM {table} WHERE pack NOT IN (SELECT number FROM remote_packs)")
 
 
-# Packs from which each directory is listed by itself: what was listed until then is listed again.
+# Packs from which parts of the names are listed side by side.
 _MANY_LISTED_PACKS: Final = 8000
 _LISTING_THREADS: Final = 16
-_DIRECTORIES: Final = tuple(f"{PACKS_PREFIX}{kind}/{n:02x}/" for kind in ("data", "meta") for n in range(256))
+# Where parts begin. Names are random, and so parts are alike; each costs up to a page more than the names in it.
+_PARTS: Final = tuple(f"{PACKS_PREFIX}{kind}/{digit:x}" for kind in ("data", "meta") for digit in range(16))
 
 
 def list_packs(objects: Objects, *, many: int = _MANY_LISTED_PACKS) -> dict[PackRef, ObjectInfo]:
@@ -276,23 +277,30 @@ def list_packs(objects: Objects, *, many: int = _MANY_LISTED_PACKS) -> dict[Pack
 
     Args:
         objects: Store of a remote, or of a space in it.
-        many: Packs from which directories are listed side by side.
+        many: Packs from which parts are listed side by side.
 
     Raises:
         RemoteUnreachable: the store does not answer.
     """
-    infos = _list_prefix(objects, PACKS_PREFIX)
-    found = dict(islice(infos, many))
+    found = dict(islice(_list_part(objects, ""), many))
     if len(found) < many:
         return found
+    last = next(reversed(found.values())).name
+    begins = [last, *(part for part in _PARTS if part > last)]
     with ThreadPoolExecutor(_LISTING_THREADS, thread_name_prefix="list") as pool:
-        for some in pool.map(lambda directory: dict(_list_prefix(objects, directory)), _DIRECTORIES):
+        for some in pool.map(
+            lambda begin, end: dict(_list_part(objects, begin, end)), begins, [*begins[1:], ""]
+        ):
             found.update(some)
     return found
 
 
-def _list_prefix(objects: Objects, prefix: str) -> Iterator[tuple[PackRef, ObjectInfo]]:
-    for info in objects.list(prefix):
+def _list_part(objects: Objects, after: str, end: str = "") -> Iterator[tuple[PackRef, ObjectInfo]]:
+    """Yield the packs after a name and before another one; empty for none."""
+    for info in objects.list(PACKS_PREFIX, after=after):
+        # Also by parts of names `end` is before all that follow: nothing is between it and the first name that begins with it.
+        if end and info.name >= end:
+            return
         if (ref := parse_pack(info.name)) is not None:
             yield ref, info
 

@@ -235,7 +235,7 @@ def _contact(config: RemoteConfig) -> dict[str, Any]:
         remote = targets.opened(config, objects)
         seconds = time.monotonic() - began
         slots = [one.slot for one in key_slots(objects)]
-        spaces = [_space(one) for one in (remote, *repository_spaces(remote))]
+        spaces = [_space(remote, one) for one in (remote, *repository_spaces(remote))]
         servers = [{"url": store.url, **store.server()._asdict()}] if isinstance(store, SshObjects) else []
     finally:
         objects.close()
@@ -255,19 +255,29 @@ def _contact(config: RemoteConfig) -> dict[str, Any]:
     }
 
 
-def _space(remote: Remote) -> dict[str, Any]:
+def _space(remote: Remote, space: Remote) -> dict[str, Any]:
     """Return what is in the space of the hosts that share chunks, or of one repository."""
     from ciuic.remote.log_reader import LogReader
-    from ciuic.remote.object_names import PACKS_PREFIX, parse_manifest
+    from ciuic.remote.object_names import parse_manifest
+    from ciuic.remote.reading.cache_directory import open_cache
+    from ciuic.remote.remote_index import list_packs
 
-    sizes = [info.size_bytes for info in remote.objects.list(PACKS_PREFIX)]
-    reader = LogReader(remote.objects, remote.sealer, skip_damaged=True)
-    reader.refresh()
+    sizes = [info.size_bytes for info in list_packs(space.objects).values()]
+    # The cache of those who list snapshots: logs have an entry for each.
+    with open_cache(remote, space) as cache:
+        reader = LogReader(
+            space.objects,
+            space.sealer,
+            cache_path=str(cache.path / "logs"),
+            skip_damaged=True,
+            passes_cuts=True,
+        )
+        reader.refresh()
     for damaged in reader.damaged.values():
         warn(damaged.error.message, hint="ciuic check --remote --repair")
     names = [parsed for name in reader.live() if (parsed := parse_manifest(name))]
     return {
-        "id": remote.id,
+        "id": space.id,
         "snapshots": len(names),
         "hosts": sorted({name.host for name in names}),
         "packs": len(sizes),
