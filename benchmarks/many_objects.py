@@ -1,6 +1,6 @@
 """Requests, time and memory of the commands that look at a remote of 100,000 objects.
 
-    PYTHONPATH=tests python -m benchmarks.many_objects                     the figures that are reported; ten minutes
+    PYTHONPATH=tests python -m benchmarks.many_objects                     the figures that are reported; half an hour
     PYTHONPATH=tests python -m benchmarks.many_objects --objects 2000      smoke test; its figures mean nothing
 
 The remote is a SeaweedFS, filled by `ciuic remote upload` with packs of one record each. Each command is a process of its own behind a
@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -106,7 +106,7 @@ class ManyObjects:
 
     def measure(self, *argv: str) -> Turn:
         """Run a command against the remote behind the proxy."""
-        with CountingProxy(self._server.endpoint) as proxy:
+        with closing(CountingProxy(self._server.endpoint)) as proxy:
             self._configure(proxy.endpoint)
             began = time.monotonic()
             memory_bytes = self._run(proxy.endpoint, *argv)
@@ -134,10 +134,10 @@ class ManyObjects:
 
     def _environment(self, endpoint: str) -> dict[str, str]:
         return {
-            **{"CIUIC_REMOTE_KEY_FILE": str(key) for key in self._top.glob("*.key")},
             **os.environ,
             **self._server.environment(endpoint),
             "CIUIC_CONFIG": f"{self._top}/ciuic.toml",
+            "CIUIC_REMOTE_KEY_FILE": "".join(map(str, self._top.glob("*.key"))),
             "CIUIC_UPLOAD_STATE": f"{self._top}/state",
             "CIUIC_LOG": "error",
             "XDG_CACHE_HOME": f"{self._top}/cache",

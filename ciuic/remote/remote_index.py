@@ -180,6 +180,10 @@ class PackTables:
             RemotePack(PackRef(ref), size, modified_ns, records) for ref, size, modified_ns, records in rows
         ]
 
+    def sizes(self) -> dict[PackRef, int]:
+        """Return the size of every pack in bytes, as it was listed or stored."""
+        return dict(self._db.execute("SELECT ref, size FROM remote_packs"))
+
     def add(self, packs: Iterable[tuple[RemotePack, list[PackRecord]]], *, unsorted: bool = False) -> None:
         """Add packs with their chunks, all or none.
 
@@ -434,7 +438,8 @@ class RemoteIndex:
         finished = self.rounds_known
         listed, dropped = self.drop_missing(objects)
         known = self._packs.unreadable(listed) if believes else {}
-        new = [ref for ref in listed if ref not in self._packs.numbers and ref not in known]
+        there = self._packs.sizes()
+        new = [ref for ref in listed if ref not in there and ref not in known]
         failed = self._add(objects, sealer, new, listed)
         unreadable = {ref: error.message for ref, error in failed.items()}
         # What is archived, or of a later version, may be read next time.
@@ -457,7 +462,7 @@ class RemoteIndex:
     def drop_missing(self, objects: Objects) -> tuple[dict[PackRef, ObjectInfo], int]:
         """List the packs that are there, and drop others, and those of another size; return the listing, and how many were dropped."""
         listed = list_packs(objects)
-        gone = packs_lacking({pack.ref: pack.size_bytes for pack in self._packs.all()}, listed)
+        gone = packs_lacking(self._packs.sizes(), listed)
         condemned: Collection[PackRef] = () if self._rounds is None else self._rounds.condemned
         lost = sum(ref not in condemned for ref in gone)
         if lost and self._packs.lost is not None:
@@ -569,6 +574,10 @@ class RemoteIndex:
     def number(self, ref: PackRef) -> int | None:
         """Return the number of a pack, or None for one that the index does not have."""
         return self._packs.numbers.get(ref)
+
+    def sizes(self) -> dict[PackRef, int]:
+        """Return the size in bytes of every pack whose table the index has."""
+        return self._packs.sizes()
 
     def packs(self) -> list[RemotePack]:
         """Return every pack whose table the index has."""
