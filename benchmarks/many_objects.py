@@ -30,7 +30,7 @@ from ciuic.cli import main as ciuic_main
 from ciuic.remote import uploader
 from ciuic.repository import Repository
 
-# Packs, pack of tree nodes, manifest and entry of the log of one snapshot.
+# Packs, manifest and entry of the log of one snapshot; its tree has some nodes besides.
 _OBJECTS_A_SNAPSHOT: Final = 100
 _FILES: Final = _OBJECTS_A_SNAPSHOT - 3
 # Between this process and the command: a process is said to have had the memory of the one that started it.

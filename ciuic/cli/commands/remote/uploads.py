@@ -22,6 +22,7 @@ from ciuic.cli.shared import times
 from ciuic.cli.shared.messages import complain, json_name, plural, shown_text, warn
 from ciuic.cli.shared.options import ID, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose
+from ciuic.cli.shared.remotes import waiting_aloud
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError, ConfigError, NotFound, Partial
 from ciuic.units import human_duration, human_size
@@ -65,7 +66,8 @@ def status(place: str, contact: bool, as_json: bool) -> None:
         document = _facts(session, config, contact=contact)
         if contact:
             try:
-                document["contact"] = _contact(config)
+                with waiting_aloud(session.verbosity)(config.name):
+                    document["contact"] = _contact(config)
             except CiuicError as error:
                 document["contact"] = {"error": error.message, "hint": error.hint}
                 failures.append(error)
@@ -178,7 +180,6 @@ def _lag(session: Session, config: RemoteConfig, *, contact: bool) -> tuple[Remo
         return None, error.message
     look = ""
     if contact:
-        from ciuic.cli.shared.remotes import waiting_aloud
         from ciuic.remote.remote_look import looks
 
         waiting = waiting_aloud(session.verbosity)
