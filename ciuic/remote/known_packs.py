@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from ciuic.remote.log_reader import Rounds
 from ciuic.remote.object_names import MANIFESTS_PREFIX, PackRef
 from ciuic.remote.objects.model import Objects
-from ciuic.remote.remote_index import RemotePack, list_packs, packs_lacking
+from ciuic.remote.remote_index import list_packs, packs_lacking
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.system.disk import Disk, open_to_write, read_regular
 
@@ -34,9 +34,9 @@ class KnownPacks(NamedTuple):
     """Size of each pack in bytes; 0: it was not noted."""
 
 
-def write_known_packs(directory: str, rounds_finished: int, packs: Iterable[RemotePack]) -> None:
+def write_known_packs(directory: str, rounds_finished: int, sizes: Mapping[PackRef, int]) -> None:
     """Replace the file; not durable: an older one names fewer packs."""
-    lines = [f"rounds {rounds_finished}\n", *(f"{pack.size_bytes} {pack.ref}\n" for pack in packs)]
+    lines = [f"rounds {rounds_finished}\n", *(f"{size_bytes} {ref}\n" for ref, size_bytes in sizes.items())]
     Disk().replace_file(f"{directory}/{_NAME}", "".join(lines).encode("ascii"), durable=False)
 
 

@@ -180,6 +180,10 @@ class PackTables:
             RemotePack(PackRef(ref), size, modified_ns, records) for ref, size, modified_ns, records in rows
         ]
 
+    def sizes(self) -> dict[PackRef, int]:
+        """Return the size of every pack in bytes, as it was listed or stored."""
+        return dict(self._db.execute("SELECT ref, size FROM remote_packs"))
+
     def add(self, packs: Iterable[tuple[RemotePack, list[PackRecord]]], *, unsorted: bool = False) -> None:
         """Add packs with their chunks, all or none.
 
@@ -265,10 +269,11 @@ class PackTables:
                 self._db.execute(f"DELETE FROM {table} WHERE pack NOT IN (SELECT number FROM remote_packs)")
 
 
-# Packs from which each directory is listed by itself: what was listed until then is listed again.
+# Packs from which parts of the names are listed side by side.
 _MANY_LISTED_PACKS: Final = 8000
 _LISTING_THREADS: Final = 16
-_DIRECTORIES: Final = tuple(f"{PACKS_PREFIX}{kind}/{n:02x}/" for kind in ("data", "meta") for n in range(256))
+# Where parts begin. Names are random, and so parts are alike; each costs up to a page more than the names in it.
+_PARTS: Final = tuple(f"{PACKS_PREFIX}{kind}/{digit:x}" for kind in ("data", "meta") for digit in range(16))
 
 
 def list_packs(objects: Objects, *, many: int = _MANY_LISTED_PACKS) -> dict[PackRef, ObjectInfo]:
@@ -276,23 +281,30 @@ def list_packs(objects: Objects, *, many: int = _MANY_LISTED_PACKS) -> dict[Pack
 
     Args:
         objects: Store of a remote, or of a space in it.
-        many: Packs from which directories are listed side by side.
+        many: Packs from which parts are listed side by side.
 
     Raises:
         RemoteUnreachable: the store does not answer.
     """
-    infos = _list_prefix(objects, PACKS_PREFIX)
-    found = dict(islice(infos, many))
+    found = dict(islice(_list_part(objects, ""), many))
     if len(found) < many:
         return found
+    last = next(reversed(found.values())).name
+    begins = [last, *(part for part in _PARTS if part > last)]
     with ThreadPoolExecutor(_LISTING_THREADS, thread_name_prefix="list") as pool:
-        for some in pool.map(lambda directory: dict(_list_prefix(objects, directory)), _DIRECTORIES):
+        for some in pool.map(
+            lambda begin, end: dict(_list_part(objects, begin, end)), begins, [*begins[1:], ""]
+        ):
             found.update(some)
     return found
 
 
-def _list_prefix(objects: Objects, prefix: str) -> Iterator[tuple[PackRef, ObjectInfo]]:
-    for info in objects.list(prefix):
+def _list_part(objects: Objects, after: str, end: str = "") -> Iterator[tuple[PackRef, ObjectInfo]]:
+    """Yield the packs after a name and before another one; empty for none."""
+    for info in objects.list(PACKS_PREFIX, after=after):
+        # Also by parts of names `end` is before all that follow: nothing is between it and the first name that begins with it.
+        if end and info.name >= end:
+            return
         if (ref := parse_pack(info.name)) is not None:
             yield ref, info
 
@@ -426,7 +438,8 @@ class RemoteIndex:
         finished = self.rounds_known
         listed, dropped = self.drop_missing(objects)
         known = self._packs.unreadable(listed) if believes else {}
-        new = [ref for ref in listed if ref not in self._packs.numbers and ref not in known]
+        there = self._packs.sizes()
+        new = [ref for ref in listed if ref not in there and ref not in known]
         failed = self._add(objects, sealer, new, listed)
         unreadable = {ref: error.message for ref, error in failed.items()}
         # What is archived, or of a later version, may be read next time.
@@ -449,7 +462,7 @@ class RemoteIndex:
     def drop_missing(self, objects: Objects) -> tuple[dict[PackRef, ObjectInfo], int]:
         """List the packs that are there, and drop others, and those of another size; return the listing, and how many were dropped."""
         listed = list_packs(objects)
-        gone = packs_lacking({pack.ref: pack.size_bytes for pack in self._packs.all()}, listed)
+        gone = packs_lacking(self._packs.sizes(), listed)
         condemned: Collection[PackRef] = () if self._rounds is None else self._rounds.condemned
         lost = sum(ref not in condemned for ref in gone)
         if lost and self._packs.lost is not None:
@@ -561,6 +574,10 @@ class RemoteIndex:
     def number(self, ref: PackRef) -> int | None:
         """Return the number of a pack, or None for one that the index does not have."""
         return self._packs.numbers.get(ref)
+
+    def sizes(self) -> dict[PackRef, int]:
+        """Return the size in bytes of every pack whose table the index has."""
+        return self._packs.sizes()
 
     def packs(self) -> list[RemotePack]:
         """Return every pack whose table the index has."""

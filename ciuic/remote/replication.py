@@ -640,7 +640,7 @@ class Replication:
             return False
         self._listed = time.monotonic()
         space = self._space
-        sizes = {pack.ref: pack.size_bytes for pack in self._index.packs()}
+        sizes = self._index.sizes()
         if self._persist(lambda: packs_lacking(sizes, list_packs(space.objects))):
             return True
         manifests = stored_manifests(str(self._place[0]), self._stored)
@@ -681,7 +681,7 @@ class Replication:
             return
         index.mark_whole()
         finished = index.rounds_finished
-        write_known_packs(str(self._place[0]), -1 if finished is None else finished, index.packs())
+        write_known_packs(str(self._place[0]), -1 if finished is None else finished, index.sizes())
 
     def _next(self, uploader: Uploader) -> Iterable[SnapshotInfo]:
         """Return what is uploaded now, in its order."""

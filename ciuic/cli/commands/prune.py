@@ -10,6 +10,7 @@ anywhere, the next run of any host goes on.
 from __future__ import annotations
 
 import signal
+from contextlib import ExitStack
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -191,6 +192,7 @@ def _prune_remote(session: Session, *, dry_run: bool, spare_cold: int, as_json: 
         as_json: Print a document.
     """
     from ciuic.cli.shared.progress import progress
+    from ciuic.cli.shared.remotes import waiting_aloud
     from ciuic.cli.shared.sets import own_name
     from ciuic.remote.upkeep.collect import collect_remote, preview_collection
     from ciuic.remote.upkeep.collection_round import DEFAULT_POLICY
@@ -200,11 +202,14 @@ def _prune_remote(session: Session, *, dry_run: bool, spare_cold: int, as_json: 
     policy = DEFAULT_POLICY._replace(spare_cold_ns=spare_cold * 10**9)
     spaces: list[CollectedSpace] = []
     refused: Damaged | None = None
-    with progress("prune") as reporter:
+    with progress("prune") as reporter, ExitStack() as waiting:
+        # The first collection reads the table of each pack before anything is marked, and progress can be shown.
+        waiting.enter_context(waiting_aloud(session.verbosity)(opened.remote.objects.url))
         marked = 0
 
         def between() -> None:
             nonlocal marked
+            waiting.close()
             marked += 1
             reporter.step("mark", marked, 0)
 

@@ -805,7 +805,7 @@ class Collector:
         """Raise NothingCommitted if no log commits a snapshot, nor says that there was one."""
         logs = self._reader.logs.values()
         if not any(summary.committed or summary.removed or summary.state >= 0 for summary in logs):
-            raise NothingCommitted(self._objects.url, len(list(self._index.packs())))
+            raise NothingCommitted(self._objects.url, len(self._index.known))
 
     def _old_packs(self, young_since: int) -> dict[int, int]:
         """Return size by number of the packs that may be condemned."""

@@ -22,6 +22,7 @@ from ciuic.cli.shared import times
 from ciuic.cli.shared.messages import complain, json_name, plural, shown_text, warn
 from ciuic.cli.shared.options import ID, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose
+from ciuic.cli.shared.remotes import waiting_aloud
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError, ConfigError, NotFound, Partial
 from ciuic.units import human_duration, human_size
@@ -65,7 +66,8 @@ def status(place: str, contact: bool, as_json: bool) -> None:
         document = _facts(session, config, contact=contact)
         if contact:
             try:
-                document["contact"] = _contact(config)
+                with waiting_aloud(session.verbosity)(config.name):
+                    document["contact"] = _contact(config)
             except CiuicError as error:
                 document["contact"] = {"error": error.message, "hint": error.hint}
                 failures.append(error)
@@ -178,7 +180,6 @@ def _lag(session: Session, config: RemoteConfig, *, contact: bool) -> tuple[Remo
         return None, error.message
     look = ""
     if contact:
-        from ciuic.cli.shared.remotes import waiting_aloud
         from ciuic.remote.remote_look import looks
 
         waiting = waiting_aloud(session.verbosity)
@@ -235,7 +236,7 @@ def _contact(config: RemoteConfig) -> dict[str, Any]:
         remote = targets.opened(config, objects)
         seconds = time.monotonic() - began
         slots = [one.slot for one in key_slots(objects)]
-        spaces = [_space(one) for one in (remote, *repository_spaces(remote))]
+        spaces = [_space(remote, one) for one in (remote, *repository_spaces(remote))]
         servers = [{"url": store.url, **store.server()._asdict()}] if isinstance(store, SshObjects) else []
     finally:
         objects.close()
@@ -255,19 +256,29 @@ def _contact(config: RemoteConfig) -> dict[str, Any]:
     }
 
 
-def _space(remote: Remote) -> dict[str, Any]:
+def _space(remote: Remote, space: Remote) -> dict[str, Any]:
     """Return what is in the space of the hosts that share chunks, or of one repository."""
     from ciuic.remote.log_reader import LogReader
-    from ciuic.remote.object_names import PACKS_PREFIX, parse_manifest
+    from ciuic.remote.object_names import parse_manifest
+    from ciuic.remote.reading.cache_directory import open_cache
+    from ciuic.remote.remote_index import list_packs
 
-    sizes = [info.size_bytes for info in remote.objects.list(PACKS_PREFIX)]
-    reader = LogReader(remote.objects, remote.sealer, skip_damaged=True)
-    reader.refresh()
+    sizes = [info.size_bytes for info in list_packs(space.objects).values()]
+    # The cache of those who list snapshots: logs have an entry for each.
+    with open_cache(remote, space) as cache:
+        reader = LogReader(
+            space.objects,
+            space.sealer,
+            cache_path=str(cache.path / "logs"),
+            skip_damaged=True,
+            passes_cuts=True,
+        )
+        reader.refresh()
     for damaged in reader.damaged.values():
         warn(damaged.error.message, hint="ciuic check --remote --repair")
     names = [parsed for name in reader.live() if (parsed := parse_manifest(name))]
     return {
-        "id": remote.id,
+        "id": space.id,
         "snapshots": len(names),
         "hosts": sorted({name.host for name in names}),
         "packs": len(sizes),

@@ -8,7 +8,6 @@ import pytest
 
 from ciuic.remote.known_packs import add_known_pack, read_known_packs, write_known_packs
 from ciuic.remote.object_names import PackRef
-from ciuic.remote.remote_index import RemotePack
 
 A, B, C = (PackRef("d" + letter * 32) for letter in "abc")
 
@@ -16,7 +15,7 @@ A, B, C = (PackRef("d" + letter * 32) for letter in "abc")
 @pytest.mark.parametrize("kept", range(45))
 def test_a_line_that_was_torn_is_none(tmp_path: Path, kept: int) -> None:
     """A line cut at any byte names no pack, and spoils neither those before nor those after it."""
-    write_known_packs(str(tmp_path), 3, [RemotePack(A, 16_777_216, 0, 1)])
+    write_known_packs(str(tmp_path), 3, {A: 16_777_216})
     before = (tmp_path / "packs").stat().st_size
     add_known_pack(str(tmp_path), B, 16_777_216)
     whole = (tmp_path / "packs").read_bytes()

@@ -27,12 +27,13 @@ from ciuic.config import RemoteConfig
 from ciuic.errors import CiuicError
 from ciuic.maintenance.prune import prune
 from ciuic.protocol.stored_remotely import MAX_UNSEEN_SECONDS, StoredRecord, read_record, remotes_done
-from ciuic.remote import remote_look
+from ciuic.remote import remote_index, remote_look
 from ciuic.remote.access import Remote, init_remote, open_remote, repository_space
 from ciuic.remote.log_reader import LogReader
+from ciuic.remote.object_names import PackRef
 from ciuic.remote.objects.directory_objects import DirectoryObjects
-from ciuic.remote.objects.model import Objects, RemoteUnreachable
-from ciuic.remote.remote_index import RemoteIndex
+from ciuic.remote.objects.model import ObjectInfo, Objects, RemoteUnreachable
+from ciuic.remote.remote_index import RemoteIndex, list_packs
 from ciuic.remote.remote_look import look_at
 from ciuic.remote.replication import Replication
 from ciuic.remote.uploader import Labels
@@ -367,6 +368,37 @@ def test_prune_says_that_it_waits_for_a_remote(monkeypatch: pytest.MonkeyPatch) 
         assert lines == ["still asking the remote remote what it has"]
         assert "nothing counts as stored there: cannot open it: no answer from the store" in result.stderr
         assert beside.repository.snapshots.names() == before
+
+
+@pytest.mark.parametrize("command", ["prune --remote", "remote status --contact"])
+def test_commands_say_that_they_ask_a_large_remote(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """A command that lists a remote, or reads its tables, says so once that takes long."""
+    with TemporaryDirectory() as place:
+        beside = _Beside(Path(place))
+        for step in ("save", "upload"):
+            beside.do(step)
+        monkeypatch.setenv("CIUIC_UPLOAD_STATE", str(beside.state))
+        monkeypatch.setenv("XDG_CACHE_HOME", f"{place}/cache")
+        monkeypatch.setenv("CIUIC_REPO", "")
+        config = beside.write_config(Path(place))
+        said = threading.Event()
+        lines: list[str] = []
+
+        def complain(text: str) -> None:
+            lines.append(text)
+            said.set()
+
+        def list_late(objects: Objects) -> dict[PackRef, ObjectInfo]:
+            assert said.wait(60)
+            return list_packs(objects)
+
+        monkeypatch.setattr(slow, "ANSWER_SECONDS", 0.0)
+        monkeypatch.setattr(remotes, "complain", complain)
+        monkeypatch.setattr(remote_look, "looks", lambda *_, **__: {})
+        monkeypatch.setattr(remote_index, "list_packs", list_late)
+        result = CliRunner().invoke(cli, ["--config", str(config), *command.split()])
+        assert result.exit_code == 0, result.output
+        assert {line.partition(" the remote ")[0] for line in lines} == {"still asking"}
 
 
 def test_doctor_and_status_say_what_a_remote_has_lost(monkeypatch: pytest.MonkeyPatch) -> None:
