@@ -76,7 +76,6 @@ from ciuic.repository.pack_directory import Packs
 from ciuic.repository.pack_format import CODED_FLAGS, MAX_CHUNK_BYTES, checksum
 from ciuic.repository.snapshot_walk import Reached
 from ciuic.types import ChunkId, Entry, Snapshot, SnapshotId
-from ciuic.verdicts.verdict import may_hold_checkpoints
 
 FIRST_PACK_BYTES: Final = SMALLEST_PACK_BYTES
 """Size of the first pack of a process."""
@@ -508,6 +507,9 @@ def _checkpoint_files(
     repository: Repository, whole: Collection[ChunkId], snapshot: Snapshot
 ) -> Iterator[Entry]:
     """Yield the files of checkpoints, and small ones beside them, which describe them."""
+    # Where nothing is new, no format of checkpoints is imported: 8 ms of 200.
+    from ciuic.verdicts.verdict import may_hold_checkpoints
+
     stack = [ChunkId(root.entry.content) for root in snapshot.roots if root.entry.content]
     seen: set[ChunkId] = set()
     while stack:

@@ -11,7 +11,6 @@ them reach the same one.
 
 from __future__ import annotations
 
-import configparser
 import json
 import os
 import re
@@ -280,6 +279,8 @@ def _section(path: str, section: str) -> dict[str, str]:
         # The text of a UnicodeError repeats bytes of the file.
         reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8"
         raise NoCredentials(f"cannot read the credentials in {path}: {reason}") from None
+    import configparser
+
     parser = configparser.RawConfigParser(strict=False)
     try:
         parser.read_string(text)

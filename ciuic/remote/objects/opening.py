@@ -1,20 +1,20 @@
-"""Open the objects of a remote from its URL, their versions, and their storage classes."""
+"""Open the objects of a remote from its URL, their versions, and their storage classes.
+
+Each kind of store is imported when one of its kind is opened: all of them take 10 ms of a command's 150.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ciuic.errors import UsageError
-from ciuic.remote.objects.azure_classes import AzureClasses
-from ciuic.remote.objects.directory_objects import DirectoryObjects
-from ciuic.remote.objects.memory_objects import MemoryObjects
 from ciuic.remote.objects.model import Objects, ObjectVersions
-from ciuic.remote.objects.obstore_objects import ObstoreObjects
-from ciuic.remote.objects.s3_botocore import S3Classes, S3Client, S3Versions
-from ciuic.remote.objects.ssh_objects import SshObjects
-from ciuic.remote.objects.storage_classes import ObjectClasses
 from ciuic.remote.objects.urls import RemoteUrl, StoreSettings, parse_url
+
+if TYPE_CHECKING:
+    from ciuic.remote.objects.storage_classes import ObjectClasses
 
 
 def open_objects(
@@ -35,11 +35,19 @@ def open_objects(
     where = parse_url(url) if isinstance(url, str) else url
     settings = settings or StoreSettings()
     if where.scheme == "file":
+        from ciuic.remote.objects.directory_objects import DirectoryObjects
+
         return DirectoryObjects(where.prefix, make=make)
     if where.scheme == "memory":
+        from ciuic.remote.objects.memory_objects import MemoryObjects
+
         return MemoryObjects(where.bucket, where.prefix)
     if where.scheme == "ssh":
+        from ciuic.remote.objects.ssh_objects import SshObjects
+
         return SshObjects(where, settings, make=make)
+    from ciuic.remote.objects.obstore_objects import ObstoreObjects
+
     return ObstoreObjects(where, settings)
 
 
@@ -59,6 +67,8 @@ def open_versions(
             f"versions of {where.scheme}:// cannot be read here, only those of s3:// and oss://",
             hint="docs/remote.md, Ransomware and mistakes, says how to bring them back with the store's own tools",
         )
+    from ciuic.remote.objects.s3_botocore import S3Client, S3Versions
+
     return S3Versions(S3Client(where, settings, environment))
 
 
@@ -72,8 +82,12 @@ def open_classes(url: str, settings: StoreSettings | None = None) -> ObjectClass
     settings = settings or StoreSettings()
     where = parse_url(url)
     if where.scheme == "s3":
+        from ciuic.remote.objects.s3_botocore import S3Classes, S3Client
+
         return S3Classes(S3Client(where, settings))
     if where.scheme == "az":
+        from ciuic.remote.objects.azure_classes import AzureClasses
+
         return AzureClasses(where, settings)
     hint = ""
     if where.scheme in ("gs", "oss"):

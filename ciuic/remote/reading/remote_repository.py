@@ -26,7 +26,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from itertools import chain, islice, zip_longest
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from ciuic.errors import Damaged, NotFound, NotPermitted
 from ciuic.remote.access import Remote
@@ -54,8 +54,10 @@ from ciuic.repository.errors import Archived, UnsupportedFormat
 from ciuic.repository.index_database import discard
 from ciuic.repository.locks import Claim
 from ciuic.repository.model import ChunkLocation, PackDamage, PackInfo, PackRecord
-from ciuic.repository.writing.writer import Writer
 from ciuic.system.disk import Disk
+
+if TYPE_CHECKING:
+    from ciuic.repository.writing.writer import Writer
 
 # Tables that are read before the lookup is asked again; twice as many each time.
 _FIRST_BATCH: Final = 64
