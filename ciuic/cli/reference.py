@@ -45,8 +45,11 @@ def _commands() -> Iterator[tuple[str, click.Command]]:
 def _below(path: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
     """Yield the command, or those of a group at any depth."""
     if isinstance(command, click.Group):
-        for inner in sorted(command.commands):
-            yield from _below(f"{path} {inner}", command.commands[inner])
+        context = click.Context(command)
+        for inner in sorted(command.list_commands(context)):
+            below = command.get_command(context, inner)
+            assert below is not None
+            yield from _below(f"{path} {inner}", below)
     else:
         yield path, command
 

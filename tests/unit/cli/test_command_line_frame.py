@@ -434,7 +434,9 @@ def _all_commands() -> Iterator[click.Command]:
         assert command is not None
         yield command
         if isinstance(command, click.Group):
-            yield from command.commands.values()
+            context = click.Context(command)
+            found = [command.get_command(context, inner) for inner in command.list_commands(context)]
+            yield from (one for one in found if one is not None)
 
 
 def test_every_command_prints_its_help_like_a_result() -> None:
