@@ -66,7 +66,8 @@ class LostObjects(NamedTuple):
     packs: list[PackRef]
     """Those that no round of a collection condemned; also those that have another size."""
     manifests: list[str]
-    """Also those that were given up: their snapshots are not stored."""
+    given_up: list[str]
+    """Manifests that a collection removed: their snapshots are not stored either."""
 
 
 def manifests_lacking(manifests: Mapping[str, int], objects: Objects) -> list[str]:
@@ -96,10 +97,15 @@ def lost_objects(
         RemoteUnreachable: the store does not answer.
         DamagedRemote: a round cannot be read.
     """
-    lost = LostObjects(packs_lacking(known.sizes, list_packs(objects)), manifests_lacking(manifests, objects))
-    if not lost.packs:
-        return lost
+    packs = packs_lacking(known.sizes, list_packs(objects))
+    missing = manifests_lacking(manifests, objects)
+    if not packs and not missing:
+        return LostObjects([], [], [])
     # After the listing, so that a round which deleted before it is read.
     rounds = Rounds(objects, sealer, known=known.rounds_finished)
     rounds.refresh()
-    return lost._replace(packs=[ref for ref in lost.packs if ref not in rounds.condemned])
+    return LostObjects(
+        [ref for ref in packs if ref not in rounds.condemned],
+        [name for name in missing if name not in rounds.manifests],
+        [name for name in missing if name in rounds.manifests],
+    )

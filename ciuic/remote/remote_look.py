@@ -138,3 +138,8 @@ def _require_as_left(
             raise Damaged(
                 f"it lacks {plural(number, what)} that it had; an upload finds out what that means, and stores it again where it can"
             )
+    if lost.given_up:
+        raise Damaged(
+            f"a collection removed {plural(len(lost.given_up), 'manifest')} of snapshots that were given up there; "
+            "the next upload takes note of them"
+        )
