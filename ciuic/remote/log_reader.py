@@ -805,7 +805,7 @@ class LogReader:
     def _save(self) -> None:
         if self._cache_path:
             content = msgspec.msgpack.encode(self.logs)
-            self._disk.replace_file(self._cache_path, xxhash.xxh3_128_digest(content) + content)
+            self._disk.replace_file(self._cache_path, xxhash.xxh3_128_digest(content) + content, shared=True)
 
 
 def _batch_of(first: int, last: int) -> range:

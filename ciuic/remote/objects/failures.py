@@ -25,6 +25,7 @@ from ciuic.remote.objects.model import (
 )
 
 _STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})")
+_URL = re.compile(r"https?://\S+")
 _CODE = re.compile(r"<Code>([A-Za-z0-9._-]{1,64})</Code>")
 # One of the answers for the objects of a request that was answered with success, in obstore's words (S3 API, DeleteObjects).
 _DELETE_FAILED = re.compile(
@@ -96,14 +97,9 @@ def status_of(exc: BaseException) -> int:
     return int(match[1]) if match else 0
 
 
-def may_pass(exc: BaseException) -> bool:
-    """Return whether a request that obstore gave up may succeed if it is repeated: there was no answer, or one of 5xx."""
-    return status_of(exc) in (0, *range(500, 600))
-
-
-def never_sent(exc: BaseException) -> bool:
-    """Return whether the same holds of a create, which a lost reply must not repeat: it may have been done."""
-    return may_pass(exc) and bool(status_of(exc) or _NOT_CONNECTED in str(exc))
+def was_not_done(exc: BaseException) -> bool:
+    """Return whether the store answered with an error, or was not reached: a create whose reply is lost may have been done."""
+    return bool(status_of(exc) or _NOT_CONNECTED in str(exc))
 
 
 def wants_checksum(exc: BaseException) -> bool:
@@ -252,7 +248,8 @@ _CERTIFICATE_FAULTS = frozenset({_EXPIRED, _NOT_YET_VALID, _OTHER_NAME, _UNKNOWN
 
 def _transport(text: str) -> str:
     """Return what broke, in a few words."""
-    lower = text.lower()
+    # Without URLs, in which these words may be names of the user's.
+    lower = _URL.sub("", text).lower()
     for mark, words in (
         # Words of rustls, as obstore shows them (ExpiredContext { … }), and of OpenSSL and urllib3, by way of botocore.
         ("expiredcontext", _EXPIRED),
@@ -266,7 +263,8 @@ def _transport(text: str) -> str:
         ("hostname mismatch", _OTHER_NAME),
         ("ip address mismatch", _OTHER_NAME),
         (" doesn't match ", _OTHER_NAME),
-        ("certificate", _UNKNOWN_ISSUER),
+        ("peer certificate", _UNKNOWN_ISSUER),
+        ("certificate verify failed", _UNKNOWN_ISSUER),
         ("dns error", "its host name has no address"),
         ("connection refused", "connection refused"),
         ("timed out", "timed out"),

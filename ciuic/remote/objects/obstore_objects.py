@@ -38,10 +38,9 @@ from ciuic.remote.objects.credentials import (
 from ciuic.remote.objects.failures import (
     failure,
     is_conflict,
-    may_pass,
-    never_sent,
     status_of,
     wants_checksum,
+    was_not_done,
 )
 from ciuic.remote.objects.model import (
     MAX_OBJECT_BYTES,
@@ -120,8 +119,7 @@ class Clients:
         self.is_oss: Final = url.scheme == "oss"
         self.has_suffix_ranges: Final = url.scheme != "az"
         self.has_bulk_delete: Final = url.scheme == "s3"
-        self.sends_checksums = url.scheme != "s3"
-        """True if bodies are sent with their SHA-256, or cannot be."""
+        self.can_send_checksums: Final = url.scheme == "s3"
         # At once, so that what is wrong with the configuration is told when the remote is opened.
         _ = self.small
 
@@ -146,7 +144,6 @@ class Clients:
         self._configuration.send_checksums()
         for name in ("small", "creating", "_middle", "_large"):
             self.__dict__.pop(name, None)
-        self.sends_checksums = True
 
     def renew_reading(self) -> None:
         """Have `reading` be a new client, with connections of its own. Requests under way keep the old one."""
@@ -346,7 +343,7 @@ class ObstoreObjects:
                 name,
                 lambda: self._put_if_absent(name, data),
                 body_bytes=len(data),
-                may_repeat=never_sent,
+                may_repeat=was_not_done,
             )
             if created is not None:
                 return created
@@ -375,12 +372,12 @@ class ObstoreObjects:
         send: Callable[[], _Result],
         *,
         body_bytes: int = 0,
-        may_repeat: Callable[[BaseException], bool] = may_pass,
+        may_repeat: Callable[[BaseException], bool] = lambda exc: True,
     ) -> _Result:
         """Send a request, again while it may succeed later; with a checksum from then on where the store wants one."""
         again = self._retries()
+        is_checked = not self._clients.can_send_checksums
         while True:
-            is_checked = self._clients.sends_checksums
             try:
                 return send()
             except CiuicError:
@@ -389,6 +386,7 @@ class ObstoreObjects:
                 error = self._failure(exc, doing, name, writes=True, body_bytes=body_bytes)
                 if not is_checked and wants_checksum(exc):
                     self._clients.send_checksums()
+                    is_checked = True
                     continue
                 if not isinstance(error, RemoteUnreachable) or not may_repeat(exc):
                     raise error from None
@@ -481,7 +479,7 @@ class ObstoreObjects:
         that has several pages. An end where one may come is asked for again, after the last object. A store that answers with the
         same page for ever, as a proxy does that ignores where a page begins, is refused.
         """
-        again = self._retries()
+        again = self._retries(reads=True)
         progress = ListingProgress(prefix)
         asked_again = False
         while True:
@@ -494,6 +492,9 @@ class ObstoreObjects:
                     if after.startswith(prefix):
                         yield _info(meta)
             except RemoteUnreachable as error:
+                if number and not isinstance(error, NonsenseReply):
+                    # It went on: what was waited for before is over. Pages that begin again go on for ever.
+                    again = self._retries(reads=True)
                 again(error)
                 continue
             if number % _STORE_PAGE or (asked_again and not number):
@@ -559,7 +560,7 @@ class ObstoreObjects:
         """Do nothing: obstore closes its connections with its clients."""
 
     def _read(self, name: str, request: Callable[[], _Result]) -> _Result:
-        again = self._retries()
+        again = self._retries(reads=True)
         while True:
             try:
                 return request()
@@ -570,30 +571,26 @@ class ObstoreObjects:
                     raise _OutsideObject from None
                 error = self._failure(exc, "read", name)
                 # obstore has gone on with a body that was cut for as long as that helps.
-                if not isinstance(error, NonsenseReply) and (
-                    isinstance(error, CutReply) or not may_pass(exc)
-                ):
+                if not isinstance(error, RemoteUnreachable) or isinstance(error, CutReply):
                     raise error from None
-            if not isinstance(error, RemoteUnreachable):
-                raise error from None
             again(error)
 
-    def _retries(self) -> Callable[[RemoteUnreachable], None]:
-        """Return what waits before a request is repeated over new connections, and raises its error in the end."""
+    def _retries(self, *, reads: bool = False) -> Callable[[RemoteUnreachable], None]:
+        """Return what waits before a request is repeated, a read over new connections, and raises its error in the end."""
         nonsense, cut, other = map(
             iter, (_NONSENSE_PAUSES_SECONDS, _CUT_PAUSES_SECONDS, _UNANSWERED_PAUSES_SECONDS)
         )
         ends = time.monotonic() + _RETRY_TIMEOUT.total_seconds()
 
         def again(error: RemoteUnreachable) -> None:
-            is_other = not isinstance(error, (NonsenseReply, CutReply))
-            left = other if is_other else cut if isinstance(error, CutReply) else nonsense
-            pause_seconds = next(left, None)
-            is_over = isinstance(error, UntrustedStore) or (is_other and time.monotonic() > ends)
-            if pause_seconds is None or is_over:
+            is_cut, is_nonsense = reads and isinstance(error, CutReply), isinstance(error, NonsenseReply)
+            pause_seconds = next(cut if is_cut else nonsense if is_nonsense else other, None)
+            is_over = not is_cut and not is_nonsense and time.monotonic() > ends
+            if pause_seconds is None or is_over or isinstance(error, UntrustedStore):
                 raise error from None
             self._sleep(pause_seconds)
-            self.reconnect()
+            if reads:
+                self.reconnect()
 
         return again
 

@@ -156,6 +156,7 @@ class SshObjects:
         )
         self._lock = threading.Lock()
         self._connection: _Connection | None = None
+        self._is_closed = False
 
     @property
     def url(self) -> str:
@@ -263,7 +264,7 @@ class SshObjects:
     def close(self) -> None:
         """End the connection."""
         with self._lock:
-            old, self._connection = self._connection, None
+            old, self._connection, self._is_closed = self._connection, None, True
         if old is not None:
             old.close()
 
@@ -290,6 +291,8 @@ class SshObjects:
 
     def _connected(self) -> _Connection:
         with self._lock:
+            if self._is_closed:
+                raise RemoteUnreachable(f"the connection to {self._url} was closed")
             if self._connection is None or self._connection.has_ended:
                 self._connection = None
                 hello_seconds = _PROMPT_SECONDS if self._may_ask else _HELLO_SECONDS

@@ -303,11 +303,11 @@ def read_remote(
             logs = LogReader(
                 space.objects, space.sealer, cache_path=str(cache.path / "logs"), skip_damaged=True
             )
-            listed = pool.submit(_listed, space)
+            # What collections deleted is there as well where every version is read.
+            listed = None if skips_unreadable else pool.submit(_listed, space)
             with naming_memory(str(cache.path)):
                 logs.refresh()
-                # What collections deleted is there as well where every version is read.
-                if unknown := [] if skips_unreadable else _unknown(listed.result(), logs):
+                if unknown := [] if listed is None else _unknown(listed.result(), logs):
                     # Their commits may have come after the logs were listed.
                     logs.refresh()
             reader.damaged_logs = logs.damaged

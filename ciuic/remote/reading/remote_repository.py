@@ -33,7 +33,7 @@ from ciuic.remote.access import Remote
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.log_reader import DamagedLog, LogReader, RolledBack, Rounds, UnloggedManifest
 from ciuic.remote.object_names import PACKS_PREFIX, PackRef, pack_name, parse_pack, split_ref
-from ciuic.remote.objects.model import ArchivedObject, ObjectInfo, read_verified
+from ciuic.remote.objects.model import ArchivedObject, ObjectInfo, RemoteUnreachable, read_verified
 from ciuic.remote.pack import HEADER_BYTES, RemotePackReader, in_runs
 from ciuic.remote.reading.cache_directory import CacheDirectory
 from ciuic.remote.reading.remote_packs import (
@@ -156,6 +156,7 @@ class RemoteLookup:
         # SQLite's connection is used by one thread at a time.
         self._lock = threading.RLock()
         self._opened: RemoteIndex | None = None
+        self._is_ended = False
         self._path: str | None = None
         self._closing = ExitStack()
         self._listed_at: float | None = None
@@ -270,8 +271,9 @@ class RemoteLookup:
         """Do nothing: other readers use the lookup as well. See `end`."""
 
     def end(self) -> None:
-        """Close the index."""
+        """Close the index; whoever asks afterwards, such as a thread that was not waited for, is refused."""
         with self._lock:
+            self._is_ended = True
             self._closing.close()
             self._opened = None
 
@@ -337,6 +339,8 @@ class RemoteLookup:
         return self._opened
 
     def _index(self) -> RemoteIndex:
+        if self._is_ended:
+            raise RemoteUnreachable("the remote was closed meanwhile")
         if self._opened is None:
             self._path = self._closing.enter_context(self._cache.index_path())
             try:

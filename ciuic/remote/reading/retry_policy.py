@@ -52,6 +52,11 @@ class RetryPolicy:
         """Give up every request that waits now or later."""
         self._ended.set()
 
+    def require(self) -> None:
+        """Raise RemoteUnreachable after `end`."""
+        if self._ended.is_set():
+            raise RemoteUnreachable("the remote was closed meanwhile")
+
     def call(self, request: Callable[[], _Result]) -> _Result:
         """Return the result of the request.
 
@@ -135,6 +140,8 @@ class RetryingObjects:
             last = info.name
             # A store that ignores where it is to go on would begin again after each such error.
             progress.check(last)
+            # Of a million names in another thread, after an interruption.
+            self._retry.require()
             yield info
 
     def delete(self, names: Iterable[str]) -> None:

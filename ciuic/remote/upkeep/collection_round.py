@@ -105,6 +105,8 @@ class LiveChunks(Protocol):
 
     def __contains__(self, chunk: object, /) -> bool: ...
 
+    def __len__(self) -> int: ...
+
     def add(self, chunk: ChunkId, /) -> None:
         """Add a chunk."""
 
@@ -194,6 +196,9 @@ class NeededChunks:
 
     def __contains__(self, chunk: object) -> bool:
         return chunk in self.nodes or chunk in self.data
+
+    def __len__(self) -> int:
+        return len(self.nodes) + len(self.data)
 
     def add(self, chunk: ChunkId) -> None:
         """Add a chunk."""
@@ -829,14 +834,17 @@ class Collector:
     def _given_up(
         self, damaged: Iterable[PackRef], live: LiveChunks, found: Callable[[set[bytes]], set[bytes]]
     ) -> set[PackRef]:
-        """Return the damaged packs without which each live chunk has a copy, as far as their tables can be read."""
+        """Return the damaged packs without which each live chunk has a copy."""
         given_up = set()
         for ref in damaged:
             try:
                 records = RemotePackReader(self._sealer, ref).read_table(self._objects)
-            except (NoSuchObject, ArchivedObject):
+            except (NoSuchObject, ArchivedObject, UnsupportedFormat):
                 continue
-            except (Damaged, UnsupportedFormat):
+            except Damaged:
+                # Nobody knows what it has: it stays while there is a live chunk of which no copy is known.
+                if sum(1 for _ in live_groups(self._index, live)) < len(live):
+                    continue
                 records = []
             needed: set[bytes] = {record.id for record in records if record.id in live}
             if found(needed) == needed:

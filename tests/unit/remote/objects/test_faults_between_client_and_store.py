@@ -57,6 +57,12 @@ def on(method: str, *faults: Fault | None) -> Callable[[Request], Fault | None]:
     return lambda request: next(left, None) if request.method == method else None
 
 
+def on_any(*faults: Fault | None) -> Callable[[Request], Fault | None]:
+    """Return a plan that gives requests these faults in turn, then none."""
+    left = iter(faults)
+    return lambda _request: next(left, None)
+
+
 def test_a_put_whose_reply_is_lost_is_done_again(connect: Connect, fault_proxy: FaultProxy) -> None:
     """A PUT whose reply is lost twice is sent again, and the object is there."""
     objects = connect()
@@ -67,12 +73,16 @@ def test_a_put_whose_reply_is_lost_is_done_again(connect: Connect, fault_proxy: 
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_create_whose_reply_is_lost_has_created(connect: Connect, fault_proxy: FaultProxy) -> None:
-    """A create whose reply is lost raises; asked again it returns False, and the object is the caller's own."""
+def test_a_create_whose_reply_is_lost_has_created(
+    connect: Connect, fault_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A create whose reply is lost is not sent again, and raises; the next one returns False, and the object is the caller's own."""
+    monkeypatch.setattr(obstore_objects, "_UNANSWERED_PAUSES_SECONDS", (0.0, 0.0))
     objects = connect()
     fault_proxy.fault = on("PUT", Fault(drops_reply=True))
     with pytest.raises(RemoteUnreachable, match="cannot create name"):
         objects.create("name", b"nonce of mine")
+    assert fault_proxy.methods()["PUT"] == 1
     assert not objects.create("name", b"nonce of mine")
     assert objects.get("name") == b"nonce of mine"
 
@@ -112,6 +122,21 @@ def test_errors_for_a_time_are_waited_for(connect: Connect, fault_proxy: FaultPr
         fault_proxy.fault = three_in_a_row()
         assert operation() is not False
     assert [info.name for info in objects.list("")] == ["there"]
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_answers_that_pass_are_waited_for_when_the_client_gives_up(
+    connect: Connect, fault_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """A request that obstore gave up is sent again, whichever answer it was that may pass; nothing is lost or seen twice."""
+    monkeypatch.setattr(obstore_objects, "_UNANSWERED_PAUSES_SECONDS", (0.0,) * 4)
+    objects = connect()
+    objects.put("there", [b"x"])
+    for operation in _operations(objects):
+        fault_proxy.fault = on_any(*[Fault(status=status)] * 4)
+        operation()
+    assert [(info.name, objects.get(info.name)) for info in objects.list("")] == [("name", b"x")]
 
 
 @pytest.mark.usefixtures("impatient")

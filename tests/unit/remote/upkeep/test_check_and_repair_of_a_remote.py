@@ -130,9 +130,9 @@ def test_repair_stores_again_what_the_hosts_have(world: World, way: str) -> None
     assert world.check().findings == []
 
 
-@pytest.mark.parametrize("way", ["record", "lost data"])
+@pytest.mark.parametrize("way", ["record", "table", "lost data"])
 def test_what_nobody_has_stays_damaged(world: World, way: str) -> None:
-    """Without a repository a repair leaves what it cannot mend: reported, and no pack with sound content is deleted."""
+    """Without a repository a repair leaves what it cannot mend: reported, and no pack is deleted that may have it."""
     damage(world, way)
     packs = world.names("packs/")
     report = world.repair(None)
