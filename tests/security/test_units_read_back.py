@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.mount,
     pytest.mark.skipif(not permitted() >= OVERLAY_WORKER, reason="this machine grants fewer capabilities"),
 ]
+_CALLS = "| unit | makes namespaces | opens sockets | sets set-id bits |"
 _TABLE = (
     "| process | user | capabilities | own namespaces | devices | calls | writes | secrets | oom | memory |"
 )
@@ -65,6 +66,8 @@ commands, places, secrets, deadline = *json.loads(sys.argv[1]), time.monotonic()
 sys.path[:0] = sys.argv[3:]
 from ciuic.system.privileges import Capability, become, keep_only
 
+known = {one.value: one.name for one in Capability}
+
 def status(pid):
     return {key: value.strip() for key, _, value in (line.partition(":") for line in open(f"/proc/{pid}/status"))}
 
@@ -79,7 +82,7 @@ def inside(pid, facts):
         os.waitpid(child, 0)
         return json.loads(found)
     group = open(f"/proc/{pid}/cgroup").read().splitlines()[-1].split("::")[1]
-    mine, own = os.open("/proc/self/ns/mnt", os.O_RDONLY), os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY)
+    own = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY)
     before = {place: os.stat(place) for place in places if os.path.exists(place)}
     open(f"/sys/fs/cgroup{group}/cgroup.procs", "w").write("0")
     # What the control group permits is opened, or has no driver (ENXIO).
@@ -126,9 +129,8 @@ def user(facts):
 
 def examined(pid, facts):
     names = namespaces(pid)
-    interfaces = {line.split(":")[0].strip() for line in open(f"/proc/{pid}/net/dev") if ":" in line}
-    # A namespace of its own is an empty one.
-    assert ("net" in names) == (interfaces == {"lo"}), interfaces
+    # A network of its own leads nowhere.
+    assert "net" not in names or not open(f"/proc/{pid}/net/route").readlines()[1:]
     limits = {line[:26].strip(): line[26:].split()[:2] for line in open(f"/proc/{pid}/limits")}
     assert (facts["NoNewPrivs"], facts["Seccomp"], limits["Max core file size"]) == ("1", "2", ["0", "0"])
     effective, bounding, first = int(facts["CapEff"], 16), int(facts["CapBnd"], 16), above(pid, facts)
@@ -139,7 +141,7 @@ def examined(pid, facts):
     data = limits["Max data size"][1]
     cells = [
         user(facts),
-        " ".join(one.name for one in Capability if effective >> one & 1),
+        " ".join(known.get(bit, str(bit)) for bit in range(64) if effective >> bit & 1),
         " ".join(names),
         {0: "none", 1: "/dev/fuse", 2: "all"}[len(opened)],
         "unit, own" if own else "unit",
@@ -160,7 +162,9 @@ def above(pid, facts):
 
 def settled(name, pid, facts):
     # A child of a service limits itself; the main process is what systemd has made.
-    return "service" in name or facts["Seccomp_filters"] != above(pid, facts)["Seccomp_filters"]
+    if "service" in name:
+        return facts["PPid"] == "1"
+    return facts["Seccomp_filters"] != above(pid, facts)["Seccomp_filters"]
 
 def python(pid):
     return "python" in os.readlink(f"/proc/{pid}/exe")
@@ -168,7 +172,8 @@ def python(pid):
 found = {}
 print("looking", flush=True)
 while commands.keys() - found.keys() and time.monotonic() < deadline:
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    # The command line of this one has them all.
+    for pid in {pid for pid in os.listdir("/proc") if pid.isdigit()} - {str(os.getpid())}:
         try:
             words = open(f"/proc/{pid}/cmdline").read().replace("\0", " ") + "$"
             name = next((name for name, command in commands.items() if name not in found and command in words), "")
@@ -176,12 +181,45 @@ while commands.keys() - found.keys() and time.monotonic() < deadline:
                 continue
             os.kill(int(pid), signal.SIGSTOP)
             try:
-                found[name] = examined(pid, status(pid))
+                while (facts := status(pid))["State"][0] not in "TZX":
+                    time.sleep(0.001)
+                # It may have ended before it was stopped.
+                if facts["State"][0] == "T":
+                    found[name] = examined(pid, facts)
             finally:
                 os.kill(int(pid), signal.SIGCONT)
         except (FileNotFoundError, ProcessLookupError):
             continue
 print(json.dumps(found))
+"""
+
+# What code in the unit tries before its main process, which gets the same filter.
+_ATTEMPTS = r"""
+import ctypes, json, mmap, os, socket, sys
+libc = ctypes.CDLL(None)
+def done(do):
+    try:
+        do()
+    except OSError:
+        return False
+    return True
+def made(flag):
+    child = os.fork()
+    if not child:
+        os._exit(libc.unshare(flag) != 0)
+    return os.waitpid(child, 0)[1] == 0
+spaces = {"net": 0x40000000, "mnt": 0x20000, "uts": 0x4000000, "ipc": 0x8000000, "user": 0x10000000, "pid": 0x20000000, "cgroup": 0x2000000}
+kinds = {"unix": (1, 2), "inet": (2, 2), "netlink": (16, 3), "packet": (17, 3)}
+nobody = [
+    done(lambda: mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)),
+    done(lambda: os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))),
+    libc.personality(0x0040000) != -1,
+]
+assert not any(nobody), nobody
+namespaces = " ".join(name for name, flag in spaces.items() if made(flag))
+sockets = " ".join(name for name, kind in kinds.items() if done(lambda: socket.socket(*kind).close()))
+set_ids = done(lambda: os.fchmod(os.memfd_create("x"), 0o4700))
+print("tried", json.dumps([sys.argv[1], namespaces, sockets, "yes" if set_ids else "no"]), flush=True)
 """
 
 
@@ -210,16 +248,11 @@ def _secrets() -> list[str]:
     ]
 
 
-def _promised() -> dict[str, list[str]]:
-    """Return the rows of the table in docs/security.md, by process."""
-    _, _, below = (CODE / "docs/security.md").read_text().partition(f"{_TABLE}\n")
+def _promised(header: str) -> dict[str, list[str]]:
+    """Return the rows of a table in docs/security.md, by their first cells."""
+    _, _, below = (CODE / "docs/security.md").read_text().partition(f"{header}\n")
     lines = (line.strip("|").split("|") for line in below.partition("\n\n")[0].splitlines()[1:])
-    rows = {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines}
-    if _SYS_RESOURCE not in permitted():
-        # As in a container: systemd cannot lower the score.
-        for cells in rows.values():
-            cells[_OOM] = cells[_OOM] if int(cells[_OOM]) >= 0 else "0"
-    return rows
+    return {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines}
 
 
 def _found(host: ServiceHost) -> dict[str, list[str]]:
@@ -256,8 +289,19 @@ def test_each_process_is_what_the_page_says(host: ServiceHost) -> None:
         f"[repository]\npath = '{host.top}/repository'\n[[root]]\n{root}[[remote]]\nname = 'far'\n{remote}"
         f"[exporter]\nlisten = '127.0.0.1:{port}'\n",
     )
-    found = _found(host)
-    assert found == _promised()
+    host.write(f"{host.top}/attempts.py", _ATTEMPTS)
+    for unit in _promised(_CALLS):
+        attempt = f"{installed('python')} {host.top}/attempts.py {unit}"
+        host.drop_in(unit, f"[Service]\nExecStartPre={attempt}\n")
+    found, expected = _found(host), _promised(_TABLE)
+    if _SYS_RESOURCE not in permitted():
+        # As in a container: systemd cannot lower the score.
+        for cells in expected.values():
+            cells[_OOM] = cells[_OOM] if int(cells[_OOM]) >= 0 else "0"
+    assert found == expected
+    lines = host("cat", f"{host.top}/log").splitlines()
+    tried = [json.loads(line.removeprefix("tried ")) for line in lines if line.startswith("tried ")]
+    assert {unit: cells for unit, *cells in tried} == _promised(_CALLS)
 
 
 def test_a_drill_of_a_directory_of_roots_is_noted(host: ServiceHost) -> None:
