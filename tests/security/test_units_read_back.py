@@ -56,7 +56,7 @@ _FILES = {
     "/etc/krb5.keytab",
     "/var/lib/systemd/credential.secret",
 }
-_SECONDS = 40.0
+_SECONDS = 60.0
 _SYS_RESOURCE = 24
 _OOM = -2
 # Stops each process as soon as it is what it will be, and examines it. A process that filters its calls has done everything else before.
