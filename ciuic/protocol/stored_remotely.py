@@ -395,7 +395,8 @@ def write_state_file(place: Path, name: str, file_name: str, data: bytes, *, dur
         made = True
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if made and os.geteuid() == 0:
+        # Nothing to change in a directory of root's; the unit of an upload to one, which is root's then, forbids the call.
+        if made and os.geteuid() == 0 and owner.st_uid != 0:
             # The process that uploads, which is not root as a service, writes here as well.
             os.fchown(directory, owner.st_uid, owner.st_gid)
         Disk().replace_file(file_name, data, mode=0o644, dir_fd=directory, durable=durable)

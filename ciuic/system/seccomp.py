@@ -193,6 +193,10 @@ class Unavailable(Exception):
     """System call filters cannot be installed on this machine or in this process; the message says why."""
 
 
+class Forbidden(Unavailable):
+    """Another filter, of a service or a container, forbids seccomp(2)."""
+
+
 class Condition(NamedTuple):
     """A test of the low 32 bits of one argument, which decides whether the call is allowed."""
 
@@ -283,7 +287,10 @@ def _load_program(code: bytes, flag_choices: Sequence[int]) -> None:
             f"thread {result} has filters of its own; filter the process before threads are started"
         )
     if result < 0:
-        raise Unavailable(f"the kernel refuses the system call filter: {os.strerror(ctypes.get_errno())}")
+        refusal = ctypes.get_errno()
+        # seccomp(2) itself answers EACCES where a privilege is missing.
+        kind = Forbidden if refusal == errno.EPERM else Unavailable
+        raise kind(f"the kernel refuses the system call filter: {os.strerror(refusal)}")
 
 
 def offered() -> str:

@@ -62,7 +62,7 @@ class ServiceHost:
 
     def journal(self) -> str:
         """Return the last lines of systemd and of all units."""
-        units = Path(f"{self.top}/log")
+        units = self.systemd.files / f"{self.top}/log".lstrip("/")
         text = units.read_text(errors="replace") if units.exists() else ""
         return self.systemd.log.read_text(errors="replace")[-1000:] + text[-4000:]
 

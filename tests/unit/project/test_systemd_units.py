@@ -16,6 +16,7 @@ from ciuic.errors import ConfigError, NotFound
 from ciuic.protocol.stored_remotely import DEFAULT_STATE_DIR
 from ciuic.system import syscall_profiles
 from ciuic.system.privileges import CAPTURE, OVERLAY_WORKER, UPKEEP
+from ciuic.system.seccomp import Profile
 
 _RATED_BY = "252"
 """Version of systemd whose figures docs/security.md has; others differ by a tenth or two."""
@@ -75,7 +76,7 @@ def test_systemd_finds_nothing_wrong(tmp_path: Path) -> None:
         ("ciuic-upload.service", 20),
         ("ciuic-drill.service", 20),
         ("ciuic-exporter.service", 14),
-        ("ciuic-web.service", 57),
+        ("ciuic-web.service", 56),
     ],
 )
 def test_systemd_rates_the_units_no_worse_than_they_can_be(tmp_path: Path, unit: str, tenths: int) -> None:
@@ -149,8 +150,17 @@ def _calls_of(analyze: str, name: str) -> set[str]:
     return set().union(*(_calls_of(analyze, word) for word in words if not word.startswith("#")))
 
 
-def test_the_unit_allows_the_system_calls_of_workers() -> None:
-    """The unit allows a worker's system calls, but for those of priority and those newer than this systemd.
+@pytest.mark.parametrize(
+    ("unit", "profile", "without"),
+    [
+        ("ciuic-workers.service", syscall_profiles.WORKER, {"setpriority"}),
+        ("ciuic-web.service", syscall_profiles.PAGE, set()),
+    ],
+)
+def test_the_unit_allows_the_system_calls_of_its_processes(
+    unit: str, profile: Profile, without: set[str]
+) -> None:
+    """The unit allows the calls in its processes' own filter, and to install it, but for calls of priority and those newer than this systemd.
 
     The latter get ENOSYS.
     """
@@ -158,13 +168,13 @@ def test_the_unit_allows_the_system_calls_of_workers() -> None:
     needs("" if analyze else "systemd-analyze is not installed")
     assert analyze is not None
     allowed: set[str] = set()
-    for key, value in settings("ciuic-workers.service"):
+    for key, value in settings(unit):
         if key == "SystemCallFilter":
             calls = set().union(*(_calls_of(analyze, word) for word in value.lstrip("~").split()))
             allowed = allowed - calls if value.startswith("~") else allowed | calls
     known = _calls_of(analyze, "@known")
-    missing = {name for name in syscall_profiles.WORKER.allowed if name not in allowed and name in known}
-    assert missing == {"setpriority"}
+    wanted = profile.allowed | {"seccomp"}
+    assert {name for name in wanted if name not in allowed and name in known} == without
 
 
 def test_the_workers_are_not_throttled_and_captures_are() -> None:

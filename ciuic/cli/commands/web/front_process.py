@@ -12,15 +12,14 @@ import resource
 import signal
 import socket
 import sys
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 import msgspec
 import trio
 
 from ciuic.cli.commands.web.access import Access
+from ciuic.cli.commands.web.confinement import confine
 from ciuic.cli.commands.web.front import Front
 from ciuic.cli.commands.web.jobs import FrontJob
 from ciuic.cli.commands.web.live import Live, SocketClient
@@ -29,20 +28,9 @@ from ciuic.errors import CiuicError, NotPermitted
 from ciuic.protocol.http_server import serve_http
 from ciuic.structs import decode_json
 from ciuic.system import logs
-from ciuic.system.privileges import (
-    READER,
-    Capability,
-    become,
-    keep_only,
-    leave_network,
-    limit_resources,
-    no_core_dumps,
-    permitted,
-)
-from ciuic.system.syscall_profiles import PAGE, limit_calls
+from ciuic.system.syscall_profiles import PAGE
 
 _MAX_JOB_BYTES: Final = 1 << 20
-_MAX_MEMORY_BYTES: Final = 1 << 30
 _SEND_SECONDS: Final = 60.0
 """Longest wait for a browser to take 64 KiB: one that takes nothing occupies a connection."""
 
@@ -91,35 +79,8 @@ def _confine(job: FrontJob) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Connections to all sockets at once, with what reading takes.
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    limit_resources(_MAX_MEMORY_BYTES, None)
-    # Where it cannot be written, the process runs without it.
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("500")
-    if job.run_as is not None:
-        if not job.remote:
-            # Sockets that are open already, and Unix sockets with a name, are reached all the same.
-            _leave_network()
-        become(*job.run_as)
-        keep_only(READER)
-    no_core_dumps()
-    # Reading a remote takes a network and temporary files.
-    unfiltered = "" if job.remote else limit_calls(PAGE)
-    if unfiltered:
-        sys.stderr.write(f"web: system calls are not filtered: {unfiltered}\n")
-
-
-def _leave_network() -> None:
-    """Give up the network. NotPermitted where a filter forbids it; a container that lacks the capability is told of."""
-    # Read before: what is missing is no mistake of this service, and what is forbidden is one of its unit.
-    may = Capability.SYS_ADMIN in permitted()
-    if leave_network():
-        return
-    if may:
-        raise NotPermitted(
-            "the process that faces browsers cannot give up the network: unshare(2) is forbidden",
-            hint="RestrictNamespaces= of the unit has to permit net",
-        )
-    sys.stderr.write("web: the process that faces browsers keeps the network: CAP_SYS_ADMIN is missing\n")
+    for missing in confine(job, PAGE):
+        sys.stderr.write(f"web: {missing}\n")
 
 
 def main() -> int:

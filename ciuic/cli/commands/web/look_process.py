@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from contextlib import suppress
-from pathlib import Path
 from typing import Final
 from urllib.parse import unquote_to_bytes
 
@@ -19,6 +17,7 @@ import click
 import msgspec
 
 from ciuic.cli.commands.web.comparing import contents_differ
+from ciuic.cli.commands.web.confinement import MAX_MEMORY_BYTES, confine
 from ciuic.cli.commands.web.jobs import CompareQuestion, LookJob, Tensors, TensorsQuestion
 from ciuic.cli.commands.web.reading import Catalogue, Reading
 from ciuic.cli.commands.web.training import training_numbers
@@ -26,26 +25,9 @@ from ciuic.errors import CiuicError
 from ciuic.protocol.control_types import ErrorDocument
 from ciuic.structs import decode_json
 from ciuic.system import syscall_profiles
-from ciuic.system.privileges import READER, become, keep_only, leave_network, limit_resources, no_core_dumps
 
 MAX_SECONDS: Final = 60
 """Limit of the processor time; the broker waits as long for the answer."""
-_MAX_MEMORY_BYTES: Final = 1 << 30
-
-
-def _limit(job: LookJob) -> None:
-    limit_resources(_MAX_MEMORY_BYTES, MAX_SECONDS)
-    # Where it cannot be written, the process runs without it.
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("500")
-    if not job.front.remote:
-        leave_network()
-    if job.front.run_as is not None:
-        become(*job.front.run_as)
-        keep_only(READER)
-    no_core_dumps()
-    if not job.front.remote:
-        syscall_profiles.limit_calls(syscall_profiles.READER)
 
 
 def _answer(job: LookJob) -> object:
@@ -65,7 +47,8 @@ def main() -> int:
     try:
         job = decode_json(sys.stdin.buffer.readline(), LookJob)
         os.nice(5)
-        _limit(job)
+        # The front has said what is missing.
+        confine(job.front, syscall_profiles.READER, MAX_SECONDS)
         found = _answer(job)
     except CiuicError as error:
         found = ErrorDocument(error=error.message, hint=error.hint, code=error.exit_code)
@@ -73,7 +56,7 @@ def main() -> int:
         found = ErrorDocument(error=str(error), hint="", code=CiuicError.exit_code)
     except MemoryError:
         found = ErrorDocument(
-            error=f"this takes more than {_MAX_MEMORY_BYTES >> 20} MiB of memory",
+            error=f"this takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory",
             hint="",
             code=CiuicError.exit_code,
         )

@@ -1,0 +1,66 @@
+"""What the processes of the page give up before they parse what strangers wrote: the front, and each look.
+
+Guarantees: a protection that this machine has and a filter forbids (of the unit, of a container) is an error, never one less.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from ciuic.cli.commands.web.jobs import FrontJob
+from ciuic.errors import NotPermitted
+from ciuic.system import seccomp
+from ciuic.system.privileges import (
+    READER,
+    Capability,
+    become,
+    keep_only,
+    leave_network,
+    limit_resources,
+    no_core_dumps,
+    permitted,
+)
+
+MAX_MEMORY_BYTES: Final = 1 << 30
+
+
+def confine(job: FrontJob, profile: seccomp.Profile, processor_seconds: int | None = None) -> list[str]:
+    """Give up what reading takes no privilege for; call before threads are started.
+
+    Returns:
+        What this machine does not have to give, or does not let this process give up.
+
+    Raises:
+        NotPermitted: A filter forbids a protection.
+    """
+    missing = []
+    limit_resources(MAX_MEMORY_BYTES, processor_seconds)
+    # Where it cannot be written, the process runs without it.
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("500")
+    if job.run_as is not None:
+        # Reading a remote takes a network and temporary files. Sockets that are open already, and Unix sockets with a name, are
+        # reached all the same.
+        if not job.remote and not leave_network():
+            if Capability.SYS_ADMIN in permitted():
+                raise NotPermitted(
+                    "a process of the page cannot give up the network: unshare(2) is forbidden",
+                    hint="RestrictNamespaces= of the unit has to permit net",
+                )
+            missing.append("the network stays: CAP_SYS_ADMIN is missing")
+        become(*job.run_as)
+        keep_only(READER)
+    no_core_dumps()
+    if not job.remote:
+        try:
+            seccomp.install(profile)
+        except seccomp.Forbidden as error:
+            raise NotPermitted(
+                f"a process of the page cannot limit its system calls: {error}",
+                hint="SystemCallFilter= of the unit has to permit seccomp",
+            ) from error
+        except seccomp.Unavailable as error:
+            missing.append(f"system calls are not filtered: {error}")
+    return missing
