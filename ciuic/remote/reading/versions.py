@@ -243,7 +243,9 @@ class SoundObjects:
         return version.size_bytes, bytes(self._read(version, start, length))
 
     def info(self, name: str) -> ObjectInfo | None:
-        """Return size and time of an object; None if nothing was ever stored under this name."""
+        """Return size and time of an object; None if nothing was ever stored under this name, and for rounds, as in listings."""
+        if split_space(name, b"")[1].startswith(ROUNDS_PREFIX):
+            return None
         try:
             return _info(self.choose(name))
         except NoSuchObject:

@@ -463,9 +463,9 @@ def upload(once: bool, again: tuple[str, ...]) -> None:
                 stop=stop,
                 tell=_Waits(session).tell,
             )
-        if not stop.is_set():
-            _require_all(session, config)
-            _say_sent(config)
+        # Also where a signal ended it: whoever started it must know that something is left.
+        _require_all(session, config)
+        _say_sent(config)
     except NotFound as error:
         # Exit code 3 has one meaning for those who start this process.
         raise CiuicError(error.message, hint=error.hint) from error

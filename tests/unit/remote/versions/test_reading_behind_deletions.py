@@ -16,9 +16,9 @@ from support.versioned_objects import MemoryVersions, VersionedObjects, attack
 
 from ciuic.errors import NotFound, NotPermitted
 from ciuic.remote.access import add_slot, remove_slot
-from ciuic.remote.documents import LogHello, LogRemove, _encode, encode_log_entry
+from ciuic.remote.documents import LogHello, LogRemove, StoredRound, _encode, encode_log_entry, encode_round
 from ciuic.remote.errors import DamagedRemote, PacksElsewhere, WrongKey
-from ciuic.remote.object_names import REMOTE_JSON, log_entry_name, new_hex_id
+from ciuic.remote.object_names import REMOTE_JSON, RoundPart, log_entry_name, new_hex_id, round_name
 from ciuic.remote.objects.model import MAX_KEPT_VERSIONS, group_versions
 from ciuic.remote.reading.versions import SoundObjects, open_remote_versions
 from ciuic.remote.sealing.key_slots import MAX_PASSPHRASE_WORK_KIB, SlotSecret, passphrase_secret
@@ -72,6 +72,19 @@ def test_everything_is_restored_behind_an_attack(tmp_path: Path, sealed: bool, s
     """After every name was overwritten with forgeries and deleted, all snapshots come back as they were."""
     remote = Attacked(tmp_path, sealed=sealed)
     attack(remote.bucket, random.Random(seed))
+    remote.assert_restores()
+
+
+def test_everything_is_restored_after_a_collection(tmp_path: Path) -> None:
+    """Rounds of collections are no more there for those who look behind deletions, by listings or by name."""
+    remote = Attacked(tmp_path)
+    sealer = remote.remote.sealer
+    parts: tuple[RoundPart, ...] = ("begun", "final", "done")
+    for part in parts:
+        remote.bucket.put(
+            round_name(0, part), [encode_round(sealer, 0, part, StoredRound(nonce=new_hex_id()))]
+        )
+    attack(remote.bucket, random.Random(3))
     remote.assert_restores()
 
 
