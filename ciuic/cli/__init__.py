@@ -80,7 +80,9 @@ def _leave(leaving: SystemExit) -> None:
     # another thread may be in the middle of a write.
     code = leaving.code
     watched = sys.gettrace() is not None or "coverage" in sys.modules
-    if not isinstance(code, int) or watched or threading.active_count() > 1:
+    # Of an interrupted command these are reads that are left alone: where a store hangs they wait for minutes.
+    at_work = threading.active_count() > 1 and code != INTERRUPTED
+    if not isinstance(code, int) or watched or at_work:
         raise leaving
     # os._exit flushes no buffer.
     try:

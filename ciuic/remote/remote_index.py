@@ -639,20 +639,20 @@ def _read_ahead(
         for ref in refs:
             yield ref, read(ref)
         return
-    with ThreadPoolExecutor(threads) as pool:
-        pending: deque[tuple[PackRef, Future[_Result]]] = deque()
-        try:
-            for ref in refs:
-                pending.append((ref, pool.submit(read, ref)))
-                # Tables wait in memory: no more of them than keep the threads busy.
-                if len(pending) > _AHEAD * threads:
-                    done, result = pending.popleft()
-                    yield done, result.result()
-            for done, result in pending:
+    pool = ThreadPoolExecutor(threads)
+    pending: deque[tuple[PackRef, Future[_Result]]] = deque()
+    try:
+        for ref in refs:
+            pending.append((ref, pool.submit(read, ref)))
+            # Tables wait in memory: no more of them than keep the threads busy.
+            if len(pending) > _AHEAD * threads:
+                done, result = pending.popleft()
                 yield done, result.result()
-        finally:
-            for _, result in pending:
-                result.cancel()
+        for done, result in pending:
+            yield done, result.result()
+    finally:
+        # Not waited for: where a store hangs, an interruption would wait for minutes of repeated requests.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _batches(chunks: list[bytes]) -> Iterator[list[bytes]]:

@@ -285,7 +285,7 @@ def read_remote(
         retrying = remote._replace(objects=RetryingObjects(remote.objects, retry))
         # Over a long way a round trip is dearer than a thread: what waits for no other answer is asked for at once.
         pool = ThreadPoolExecutor(2, thread_name_prefix="listing")
-        closing.callback(pool.shutdown, cancel_futures=True)
+        closing.callback(pool.shutdown, wait=False, cancel_futures=True)
         closing.callback(retry.end)
         found_spaces = pool.submit(find_spaces, retrying.objects)
         for space in _spaces(retrying, found_spaces):
