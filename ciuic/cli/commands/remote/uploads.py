@@ -67,7 +67,7 @@ def status(place: str, contact: bool, as_json: bool) -> None:
         if contact:
             try:
                 with waiting_aloud(session.verbosity)(config.name):
-                    document["contact"] = _contact(config)
+                    document["contact"] = _contact(session, config)
             except CiuicError as error:
                 document["contact"] = {"error": error.message, "hint": error.hint}
                 failures.append(error)
@@ -224,8 +224,8 @@ def _price(requests: dict[str, int], price: RemotePrice) -> float | None:
     return (puts + gets) / _PRICE_UNIT
 
 
-def _contact(config: RemoteConfig) -> dict[str, Any]:
-    from ciuic.remote.access import configured_objects, key_slots, repository_spaces
+def _contact(session: Session, config: RemoteConfig) -> dict[str, Any]:
+    from ciuic.remote.access import configured_objects, find_spaces, key_slots, lost_spaces, repository_spaces
     from ciuic.remote.objects.ssh_objects import SshObjects
     from ciuic.remote.objects.wrappers import CountingObjects
 
@@ -236,10 +236,12 @@ def _contact(config: RemoteConfig) -> dict[str, Any]:
         remote = targets.opened(config, objects)
         seconds = time.monotonic() - began
         slots = [one.slot for one in key_slots(objects)]
-        spaces = [_space(remote, one) for one in (remote, *repository_spaces(remote))]
+        found = find_spaces(objects)
+        spaces = [_space(remote, one) for one in (remote, *repository_spaces(remote, found))]
         servers = [{"url": store.url, **store.server()._asdict()}] if isinstance(store, SshObjects) else []
     finally:
         objects.close()
+    session.say_damaged(lost_spaces(objects, found))
     stored = sum(one["size_bytes"] for one in spaces)
     month = config.price.gb_month
     return {
