@@ -548,7 +548,7 @@ class PlannedMoves(NamedTuple):
     skipped: dict[PackRef, str]
     """Packs that were to move and did not, with the reason."""
     tableless: tuple[PackRef, ...]
-    """Cold packs that stay where they are, and whose copies of tables are lost."""
+    """Archived or thawed packs that stay where they are, and whose copies of tables are lost."""
 
     @property
     def bytes(self) -> int:
@@ -618,8 +618,10 @@ class _Mover:
         # Also what an earlier run named before it was killed.
         if refs or (own is not None and own.moving):
             self._log.move((), checked=self._log.rounds.version)
-        for ref in planned.tableless:
-            self._copy_table(ref)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            # What is archived has none until it is thawed.
+            for _ in pool.map(self._copy_table, planned.tableless):
+                pass
         moved = {ref: name for ref, name in planned.moves.items() if ref not in skipped}
         return planned._replace(moves=moved, skipped=skipped)
 
@@ -643,8 +645,9 @@ class _Mover:
         moves = colder(targets, warm_or_cold, scheme=scheme)
         tableless = {
             ref
-            for ref in targets.keys() & classes.keys() - moves.keys()
-            if classes[ref].is_thawed or find_class(scheme, classes[ref].storage_class).coldness
+            for ref in targets.keys() & classes.keys()
+            # Stored in a class that is read at once, or moved there by the store, packs never had copies, which say that they are cold.
+            if classes[ref].is_thawed or find_class(scheme, classes[ref].storage_class).is_archive
         }
         if tableless:
             tableless -= cold_packs(self._objects).keys()

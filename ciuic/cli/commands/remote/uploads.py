@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from ciuic.cli.shared.options import ID, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose
 from ciuic.cli.shared.remotes import waiting_aloud
 from ciuic.cli.shared.session import Session, current
-from ciuic.errors import CiuicError, ConfigError, NotFound, Partial
+from ciuic.errors import CiuicError, ConfigError, NotFound, NotPermitted, Partial
 from ciuic.units import human_duration, human_size
 
 if TYPE_CHECKING:
@@ -266,14 +266,13 @@ def _space(remote: Remote, space: Remote) -> dict[str, Any]:
     from ciuic.remote.remote_index import list_packs
 
     sizes = [info.size_bytes for info in list_packs(space.objects).values()]
-    # The cache of those who list snapshots: logs have an entry for each.
-    with open_cache(remote, space) as cache:
+    with ExitStack() as closing:
+        cache_path = None
+        # The cache of those who list snapshots: logs have an entry for each. All are read where others may write to it.
+        with suppress(NotPermitted):
+            cache_path = str(closing.enter_context(open_cache(remote, space)).path / "logs")
         reader = LogReader(
-            space.objects,
-            space.sealer,
-            cache_path=str(cache.path / "logs"),
-            skip_damaged=True,
-            passes_cuts=True,
+            space.objects, space.sealer, cache_path=cache_path, skip_damaged=True, passes_cuts=True
         )
         reader.refresh()
     for damaged in reader.damaged.values():
