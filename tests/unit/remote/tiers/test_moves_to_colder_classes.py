@@ -58,7 +58,9 @@ def test_packs_that_are_read_at_once_stay_warm(world: World, tmp_path: Path) -> 
     """A rule that is not colder than the class in which packs were stored, such as STANDARD_IA, makes none of them cold."""
     packs = world.names("packs/data/")
     world.store.classes = dict.fromkeys(packs, "STANDARD_IA")
-    moved = world.move(tmp_path / "cache", TierRule(after_seconds=0, storage_class="ONEZONE_IA", keep_newest=1))
+    moved = world.move(
+        tmp_path / "cache", TierRule(after_seconds=0, storage_class="ONEZONE_IA", keep_newest=1)
+    )
     assert (moved.moves, moved.tableless) == ({}, ())
     assert cold_packs(world.memory) == {}
 
