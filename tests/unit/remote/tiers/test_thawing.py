@@ -15,7 +15,8 @@ from support.remote_host import BLOCK, reading
 
 from ciuic.remote.object_names import PackRef, pack_name, parse_pack, table_name
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
-from ciuic.remote.objects.storage_classes import THAW_SPEEDS, ThawSpeed
+from ciuic.remote.objects.model import RemoteUnreachable, UntrustedStore
+from ciuic.remote.objects.storage_classes import THAW_SPEEDS, ObjectClass, ThawSpeed
 from ciuic.remote.pack import RemotePackReader
 from ciuic.remote.reading.opening import ReadableRemote
 from ciuic.remote.remote_index import cold_packs
@@ -92,6 +93,25 @@ def test_a_thaw_asks_once_and_says_until_when(
     # Another host that asks for the same.
     assert begin(ThawJobs(tmp_path / "other"), classes).is_ready
     assert len(store.asked) == 5
+
+
+def test_waiting_for_a_store_ends_where_its_certificate_is_of_another(
+    bucket: MemoryObjects, tmp_path: Path
+) -> None:
+    """Asking again does not change that; a store that only does not answer is asked again."""
+    jobs, slept = ThawJobs(tmp_path / "thaw"), list[float]()
+
+    class Failing(ArchivingClasses):
+        """Classes that cannot be looked at."""
+
+        def look(self, name: str) -> ObjectClass:
+            raise RemoteUnreachable(name) if len(slept) < 3 else UntrustedStore(name)
+
+    job = begin(jobs, ArchivingClasses(bucket, archived(bucket)))
+    failing = Failing(bucket, archived(bucket))
+    with pytest.raises(UntrustedStore):
+        wait_until_ready(jobs, failing, job, now_ns=lambda: NOW_NS, sleep=slept.append, poll_seconds=1.0)
+    assert len(slept) == 3
 
 
 def test_a_thaw_that_is_killed_anywhere_is_continued_from_its_file(
