@@ -88,7 +88,7 @@ def status(
     """Show all hosts of a remote, those that need a person first: silent, late, in error, with a failed drill. Exit 1 if there is one.
 
     It reads one object of each host and lists the manifests. Hosts without a status, such as those with `status_every = "0"`, are named
-    with their newest snapshot: whether they should have one only --expect says. Exit 5 if the remote cannot be read.
+    with their newest snapshot: whether they should have one only --expect says. Exit 5 if the remote cannot be read, 4 on damage.
     """
     if textfile is not None and as_json:
         raise click.UsageError("--textfile and --json exclude one another")
@@ -611,7 +611,7 @@ def drill(
     else:
         note("no snapshots yet")
     verdicts = {one["verdict"] for one in documents}
-    if "damaged" in verdicts:
+    if "damaged" in verdicts or session.exit_code:
         return Damaged.exit_code
     return CiuicError.exit_code if "failed" in verdicts else 0
 
@@ -633,7 +633,8 @@ def _drilled(
         try:
             remote = _opened(session, config, objects)
             with read_remote(remote, cache_root=place / "cache") as opened:
-                damage = [one.message for one in (*opened.log_damage, *opened.lost_spaces)]
+                session.say_damaged(opened.lost_spaces)
+                damage = [one.message for one in opened.log_damage]
                 return [
                     _drill(session, opened, host, place, seed, sample_bytes)
                     for host in _origins(opened.snapshots, hosts)
