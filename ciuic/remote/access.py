@@ -609,26 +609,39 @@ def repository_space(remote: Remote, repository: Repository, *, make: bool = Tru
     return opened_remote(objects, data, remote.master, bytes.fromhex(repository.id))
 
 
-def repository_spaces(remote: Remote, ids: Iterable[str] | None = None) -> list[Remote]:
-    """Return the spaces of all repositories with an identity of their own, or of these."""
+def repository_spaces(remote: Remote, found: Mapping[str, bool] | None = None) -> list[Remote]:
+    """Return the spaces of all repositories with an identity of their own, as `find_spaces` found them."""
     spaces = []
-    for repository_id in space_ids(remote.objects) if ids is None else ids:
-        objects = PrefixedObjects(remote.objects, repository_prefix(repository_id).rstrip("/"))
-        spaces.append(_opened_space(objects, remote, repository_id))
+    for repository_id, is_whole in (find_spaces(remote.objects) if found is None else found).items():
+        if is_whole:
+            objects = PrefixedObjects(remote.objects, repository_prefix(repository_id).rstrip("/"))
+            spaces.append(_opened_space(objects, remote, repository_id))
     return spaces
+
+
+def lost_spaces(objects: Objects, found: Mapping[str, bool]) -> list[DamagedRemote]:
+    """Return what there is to say of each space without a remote.json, as `find_spaces` found them."""
+    return [
+        DamagedRemote(
+            f"{objects.url}/{space_json(id_)}",
+            "it is missing; the snapshots of this repository are not shown",
+            hint="ciuic remote upload on the host that has this repository; where the bucket keeps versions: "
+            "ciuic check --behind-deletions --repair",
+        )
+        for id_, is_whole in found.items()
+        if not is_whole
+    ]
 
 
 # Objects of one space that are listed before the rest of it is left out: a page of a store.
 _LISTED_OF_A_SPACE: Final = 1000
 
 
-def space_ids(objects: Objects) -> list[str]:
-    """Return the ids of the repositories that have a space. A LIST for each thousand objects, or for each space that has more."""
-    return [id_ for id_, is_whole in find_spaces(objects).items() if is_whole]
-
-
 def find_spaces(objects: Objects) -> dict[str, bool]:
-    """Return whether the remote.json of each space is there, by the repository's id; requests as for `space_ids`."""
+    """Return whether the remote.json of each space is there, by the repository's id.
+
+    A LIST for each thousand objects, or for each space that has more.
+    """
     ids: dict[str, bool] = {}
     after: str | None = ""
     while after is not None:

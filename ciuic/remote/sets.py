@@ -48,7 +48,7 @@ from ciuic.remote.object_names import (
     set_mark_name,
     set_plan_name,
 )
-from ciuic.remote.objects.model import NoSuchObject, Objects, RemoteRefused, RemoteUnreachable
+from ciuic.remote.objects.model import NoSuchObject, Objects, RemoteRefused, RemoteUnreachable, UntrustedStore
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository.snapshot_format import set_member_problem
 from ciuic.types import SetMember
@@ -487,6 +487,8 @@ class SetMeeting:
         while True:
             try:
                 return request()
+            except UntrustedStore:
+                raise
             except (RemoteUnreachable, Damaged):
                 if self._clock() >= self._waits_until:
                     raise

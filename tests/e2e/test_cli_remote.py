@@ -382,6 +382,10 @@ def test_upload_once_and_status(host: Host, made: dict[str, Any]) -> None:
     requests = after["upload"]["requests"]
     assert after["upload"]["price"] == sum(requests.get(kind, 0) for kind in ("put", "create", "list"))
     assert after["contact"]["price_month"] == after["contact"]["size_bytes"] / 1e6
+    # A cache that others may write to is not read.
+    host.top.joinpath("open").mkdir()
+    host.top.joinpath("open").chmod(0o777)
+    host.env["XDG_CACHE_HOME"] = str(host.top / "open")
     text = host.run("remote", "status", "--contact").stdout.decode()
     assert "behind     by nothing" in text
 

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 from support.cli_repository import Host
 from support.object_servers import FaultProxy, SeaweedFS, environment_for_s3, seaweedfs
+from support.until import until
 
 ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")
 _REFUSAL = b"<Error><Code>InvalidObjectState</Code><Message>The operation is not valid</Message></Error>"
@@ -139,8 +140,7 @@ def test_old_data_become_cold_and_are_thawed_for_a_restore(
     assert all(b"<Days>3</Days>" in body and b"Bulk" in body for body in store.restores)
     # Asked by another machine, nothing is asked for again.
     host.env["XDG_STATE_HOME"] = str(short_tmp / "state of another")
-    while not host.json(*remote, "remote", "thaw", first)["ready"]:
-        pass
+    until("the thaw", lambda: host.json(*remote, "remote", "thaw", first)["ready"])
     assert len(store.restores) == done["packs"]
     host.run(*restore)
     assert (place / "root" / "file").read_bytes() == old
@@ -182,8 +182,8 @@ def test_lost_copy_of_a_table(short_tmp: Path, seaweedfs: SeaweedFS, store: Arch
     elsewhere("verifies", "verify", "--remote", code=4)
     assert "ciuic remote thaw" in elsewhere("checks", "check", "--remote", code=4)
     archived = set(store.archived)
-    while "everything can be read" not in elsewhere("thaws", "--repo", url, "remote", "thaw", first):
-        pass
+    thaw = ("--repo", url, "remote", "thaw", first)
+    until("the thaw", lambda: "everything can be read" in elsewhere("thaws", *thaw))
     assert len(store.restores) == packs
     restore = (
         "--repo",

@@ -175,6 +175,9 @@ def test_the_identity_of_a_repository(made_apart: MadeHost) -> None:
     name = f"repositories/{lost.parent.name}/remote.json"
     for words in (("verify", "--remote"), ("list", "--all-hosts"), ("prune", "--remote")):
         assert name in host.run(*words, expect=4).stderr.decode()
+    fleet = (("fleet", "status"), ("fleet", "drill"), ("fleet", "verify"))
+    for words in (("remote", "status", "--contact"), ("remote", "drill"), *fleet):
+        assert name in host.run(*words, expect=4).stderr.decode()
     assert name in host.run("check", "--remote", expect=4).stdout.decode()
     pruned = host.run("prune", "--dry-run")
     assert f"the remote has no object {name}" in pruned.stderr.decode()

@@ -200,7 +200,9 @@ def test_lost_objects_of_a_meeting(hosts: list[Host], lost_at: str) -> None:
                 (host, one) for host, one in have if one.set_member is not None and one.set_member.id == id_
             ]
             require_one_instant([host for host, _ in same], [one for _, one in same])
-        again = [host.start(f"after {lost_at}") for host in hosts]
-        for command in again:
+        name = f"after {lost_at}"
+        for command in [host.start(name) for host in hosts]:
             out, err = command.communicate(timeout=120)
             assert command.returncode == 0, (out, err)
+        ring.go_on()
+        require_one_instant(hosts, [host.snapshots()[name] for host in hosts])

@@ -88,7 +88,7 @@ def status(
     """Show all hosts of a remote, those that need a person first: silent, late, in error, with a failed drill. Exit 1 if there is one.
 
     It reads one object of each host and lists the manifests. Hosts without a status, such as those with `status_every = "0"`, are named
-    with their newest snapshot: whether they should have one only --expect says. Exit 5 if the remote cannot be read.
+    with their newest snapshot: whether they should have one only --expect says. Exit 5 if the remote cannot be read, 4 on damage.
     """
     if textfile is not None and as_json:
         raise click.UsageError("--textfile and --json exclude one another")
@@ -126,6 +126,8 @@ def status(
         )
     else:
         _print(session, found, others, missing, left_out)
+    if session.exit_code:
+        return session.exit_code
     return CiuicError.exit_code if missing or any(host.problems for host in found) else 0
 
 
@@ -148,7 +150,7 @@ def _read(
     session: Session, config: RemoteConfig, silent_after_seconds: int | None
 ) -> tuple[list[_Host], dict[str, StoredByHost], int]:
     """Return the hosts that have a status, the worst first, the others by their labels, and how many were not read."""
-    from ciuic.remote.access import configured_objects, space_ids
+    from ciuic.remote.access import configured_objects, find_spaces, lost_spaces
     from ciuic.remote.host_status import host_names, host_problems, read_statuses, stored_by_host
     from ciuic.remote.object_names import MANIFESTS_PREFIX, as_label
     from ciuic.remote.objects.wrappers import PrefixedObjects
@@ -158,10 +160,15 @@ def _read(
         remote = _opened(session, config, objects)
         statuses, left_out = read_statuses(objects, remote.sealer)
         # Hosts whose repositories kept their own identity have spaces of their own.
-        spaces = [objects, *(PrefixedObjects(objects, f"repositories/{id_}") for id_ in space_ids(objects))]
+        found = find_spaces(objects)
+        spaces = [
+            objects,
+            *(PrefixedObjects(objects, f"repositories/{id_}") for id_, is_whole in found.items() if is_whole),
+        ]
         stored = stored_by_host(info for space in spaces for info in space.list(MANIFESTS_PREFIX))
     finally:
         objects.close()
+    session.say_damaged(lost_spaces(objects, found))
     names = host_names(statuses)
     hosts = [
         _Host(
@@ -604,7 +611,7 @@ def drill(
     else:
         note("no snapshots yet")
     verdicts = {one["verdict"] for one in documents}
-    if "damaged" in verdicts:
+    if "damaged" in verdicts or session.exit_code:
         return Damaged.exit_code
     return CiuicError.exit_code if "failed" in verdicts else 0
 
@@ -626,6 +633,7 @@ def _drilled(
         try:
             remote = _opened(session, config, objects)
             with read_remote(remote, cache_root=place / "cache") as opened:
+                session.say_damaged(opened.lost_spaces)
                 damage = [one.message for one in opened.log_damage]
                 return [
                     _drill(session, opened, host, place, seed, sample_bytes)

@@ -32,11 +32,11 @@ def refuse_archived(repository: Repository, snapshot: str, selected: Sequence[Lo
         selected: Files and directories to restore.
     """
     from ciuic.remote.reading.remote_repository import RemoteRepository
-    from ciuic.remote.upkeep.cold_packs import cold_needs, unreadable_now
+    from ciuic.remote.upkeep.cold_packs import cold_needs
 
     if not isinstance(repository, RemoteRepository):
         return
-    packs = unreadable_now(repository.reader, cold_needs(repository, selected))
+    packs = cold_needs(repository, selected)
     if not packs:
         return
     paths = " ".join(f"-p {shlex.quote(shown(source.path))}" for source in selected)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from itertools import groupby
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from ciuic.cli.shared.remotes import EveryVersion
     from ciuic.config import Config
+    from ciuic.errors import CiuicError
     from ciuic.protocol.control import ControlClient
     from ciuic.remote.reading.opening import ReadableRemote
     from ciuic.repository import Repository
@@ -224,7 +225,11 @@ class Session:
                 hint="ciuic check --remote --repair",
             )
             self.exit_code = damage.exit_code
-        for damage in opened.lost_spaces:
+        self.say_damaged(opened.lost_spaces)
+
+    def say_damaged(self, damages: Iterable[CiuicError]) -> None:
+        """Warn of damage, and end with its exit code unless the command ends with another one."""
+        for damage in damages:
             warn(damage.message, hint=damage.hint)
             self.exit_code = damage.exit_code
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from ciuic.errors import UsageError
 from ciuic.remote import access
-from ciuic.remote.access import Remote, find_spaces, open_remote, repository_spaces
+from ciuic.remote.access import Remote, find_spaces, lost_spaces, open_remote, repository_spaces
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.log_reader import (
     UPLOADING_NS,
@@ -22,7 +22,7 @@ from ciuic.remote.log_reader import (
     naming_memory,
     unlogged_manifests,
 )
-from ciuic.remote.object_names import MANIFESTS_PREFIX, space_json
+from ciuic.remote.object_names import MANIFESTS_PREFIX
 from ciuic.remote.objects.model import ObjectInfo, Objects
 from ciuic.remote.objects.opening import open_objects, open_versions
 from ciuic.remote.objects.urls import StoreSettings
@@ -48,13 +48,19 @@ class ReadableRemote:
     chunks have other ids there.
     """
 
-    def __init__(self, remote: Remote, snapshots: RemoteSnapshots, readers: Sequence[SpaceReader]) -> None:
+    def __init__(
+        self,
+        remote: Remote,
+        snapshots: RemoteSnapshots,
+        readers: Sequence[SpaceReader],
+        lost_spaces: Sequence[DamagedRemote],
+    ) -> None:
         """Take the parts; see `read_remote`."""
         self.remote: Final = remote
         self.snapshots: Final = snapshots
         """Snapshots of all repositories, or of one host."""
         self.readers: Final = tuple(readers)
-        self.lost_spaces: Sequence[DamagedRemote] = ()
+        self.lost_spaces: Final = lost_spaces
         """Spaces that have objects and no remote.json. Snapshots in them are not among ``snapshots``."""
         self._closing = ExitStack()
 
@@ -114,14 +120,14 @@ class ReadableRemote:
         Raises:
             NotFound: the host has no snapshot.
         """
-        return ReadableRemote(self.remote, self.snapshots.of_host(name), self.readers)
+        return ReadableRemote(self.remote, self.snapshots.of_host(name), self.readers, self.lost_spaces)
 
     def labelled(
         self, job: str | None, epoch: int | None, step: int | None, host: str | None
     ) -> ReadableRemote:
         """Return the same with the snapshots that have these labels alone; see `RemoteSnapshots.labelled`."""
         snapshots = self.snapshots.labelled(job, epoch, step, host)
-        return ReadableRemote(self.remote, snapshots, self.readers)
+        return ReadableRemote(self.remote, snapshots, self.readers, self.lost_spaces)
 
     def close(self) -> None:
         """Close everything that was opened."""
@@ -229,7 +235,7 @@ def open_behind_deletions(
         # Anybody who may write there can have made up packs.
         opened = read_remote(remote, cache_root=root, skips_unreadable=True)
         closing.callback(opened.close)
-        result = ReadableRemote(opened.remote, opened.snapshots, opened.readers)
+        result = ReadableRemote(opened.remote, opened.snapshots, opened.readers, opened.lost_spaces)
         result.keep_open(closing)
     return result
 
@@ -326,24 +332,15 @@ def read_remote(
                 events.warning("remote_log_damaged", remote=space.objects.url, error=damaged.error.message)
             manifests = Manifests(space, cache, logs, prefer=reader.lookup.prefer)
             entries += (CommittedEntry(live, manifests) for live in logs.live().values())
-        opened = ReadableRemote(remote, RemoteSnapshots(named_entries(entries)), readers)
-        opened.lost_spaces = [
-            DamagedRemote(
-                f"{remote.objects.url}/{space_json(id_)}",
-                "it is missing; the snapshots of this repository are not shown",
-                hint="ciuic remote upload on the host that has this repository; where the bucket keeps versions: "
-                "ciuic check --behind-deletions --repair",
-            )
-            for id_, is_whole in found_spaces.result().items()
-            if not is_whole
-        ]
+        lost = lost_spaces(remote.objects, found_spaces.result())
+        opened = ReadableRemote(remote, RemoteSnapshots(named_entries(entries)), readers, lost)
         opened.keep_open(closing)
     return opened
 
 
 def _spaces(own: Remote, found: Future[dict[str, bool]]) -> Iterator[Remote]:
     yield own
-    yield from repository_spaces(own, [id_ for id_, is_whole in found.result().items() if is_whole])
+    yield from repository_spaces(own, found.result())
 
 
 def _unknown(stored: Sequence[ObjectInfo], logs: LogReader) -> list[ObjectInfo]:

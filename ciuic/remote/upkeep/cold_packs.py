@@ -50,7 +50,7 @@ from ciuic.remote.object_names import (
     split_ref,
     table_name,
 )
-from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, RemoteUnreachable
+from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, RemoteUnreachable, UntrustedStore
 from ciuic.remote.objects.storage_classes import (
     ListedClass,
     ObjectClass,
@@ -296,12 +296,18 @@ def wait_until_ready(
     poll_seconds: float,
     between: Callable[[ThawJob], None] = lambda job: None,
 ) -> ThawJob:
-    """Return the job when everything can be read. A store that does not answer is asked again later."""
+    """Return the job when everything can be read. A store that does not answer is asked again later.
+
+    Raises:
+        RemoteRefused, UntrustedStore: the store does not allow it, or is another one; `continue_thaw` goes on.
+    """
     while not job.is_ready:
         between(job)
         sleep(poll_seconds)
         try:
             job = continue_thaw(jobs, classes, job, now_ns=now_ns())
+        except UntrustedStore:
+            raise
         except RemoteUnreachable:
             continue
     return job
@@ -331,14 +337,14 @@ class ColdPack(NamedTuple):
 def cold_needs(
     repository: RemoteRepository, selected: Sequence[Located], *, thorough: bool = False
 ) -> list[ColdPack]:
-    """Return the cold packs that these files and directories need, sorted. One LIST where nothing is cold.
+    """Return the packs that these files and directories need and that are not thawed, sorted. One LIST where nothing is cold.
 
     Of content that no table has, all packs whose tables cannot be read: they may be archived, and the copies of their tables lost.
 
     Args:
         repository: Repository of a remote.
         selected: Files and directories.
-        thorough: Ask the store for one byte of each pack that is needed, and do not rely on the copies of tables alone.
+        thorough: Ask the store for one byte of each pack that is needed, and not of those alone that have a copy of their table.
 
     Raises:
         Damaged: a tree cannot be read.
@@ -361,12 +367,14 @@ def cold_needs(
         frozenset(reader.lookup.ref(location.pack) for location in reader.lookup.find(chunk))
         for chunk in _with_bases(repository, _chunks(repository, selected))
     }
-    if thorough:
-        found = unreadable_now(reader, listed_packs(set().union(*copies) - cold))
-        cold.update(pack.ref for pack in found)
+    asked = set().union(*copies) if thorough else set()
+    archived = unreadable_now(reader, listed_packs(asked))
+    cold.update(pack.ref for pack in archived)
     tableless = reader.lookup.unreadable().keys()
     # Of several cold copies a reader takes the first: all are thawed.
-    return listed_packs(set().union(*(refs or tableless for refs in copies if refs <= cold)))
+    needed = set().union(*(refs or tableless for refs in copies if refs <= cold))
+    archived += unreadable_now(reader, listed_packs(needed - asked))
+    return sorted(pack for pack in archived if pack.ref in needed)
 
 
 def unreadable_now(reader: SpaceReader, packs: Sequence[ColdPack]) -> list[ColdPack]:
@@ -548,7 +556,7 @@ class PlannedMoves(NamedTuple):
     skipped: dict[PackRef, str]
     """Packs that were to move and did not, with the reason."""
     tableless: tuple[PackRef, ...]
-    """Cold packs that stay where they are, and whose copies of tables are lost."""
+    """Archived or thawed packs that stay where they are, and whose copies of tables are lost."""
 
     @property
     def bytes(self) -> int:
@@ -618,8 +626,10 @@ class _Mover:
         # Also what an earlier run named before it was killed.
         if refs or (own is not None and own.moving):
             self._log.move((), checked=self._log.rounds.version)
-        for ref in planned.tableless:
-            self._copy_table(ref)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            # What is archived has none until it is thawed.
+            for _ in pool.map(self._copy_table, planned.tableless):
+                pass
         moved = {ref: name for ref, name in planned.moves.items() if ref not in skipped}
         return planned._replace(moves=moved, skipped=skipped)
 
@@ -643,8 +653,9 @@ class _Mover:
         moves = colder(targets, warm_or_cold, scheme=scheme)
         tableless = {
             ref
-            for ref in targets.keys() & classes.keys() - moves.keys()
-            if classes[ref].is_thawed or find_class(scheme, classes[ref].storage_class).coldness
+            for ref in targets.keys() & classes.keys()
+            # Stored in a class that is read at once, or moved there by the store, packs never had copies, which say that they are cold.
+            if classes[ref].is_thawed or find_class(scheme, classes[ref].storage_class).is_archive
         }
         if tableless:
             tableless -= cold_packs(self._objects).keys()

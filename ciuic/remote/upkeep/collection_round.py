@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import groupby
 from operator import attrgetter
 from types import MappingProxyType
@@ -492,6 +493,8 @@ def _usable(chosen: dict[bytes, ChunkLocation]) -> set[bytes]:
     return usable
 
 
+# What a snapshot raises that cannot be read.
+_UNREADABLE: Final = (Damaged, NotFound, UnsupportedFormat)
 # Copies of a chunk that are tried, one after the other.
 _MAX_TURNS: Final = 8
 
@@ -978,7 +981,7 @@ class Collector:
             self._list()
             snapshots = self._reader.live()
             try:
-                live = self._mark({**self._uncommitted(), **snapshots})
+                live = self._mark_all(snapshots)
             except (Damaged, NotFound):
                 # A snapshot that was removed since may have been collected by another; any other is damaged.
                 self._reader.refresh()
@@ -988,21 +991,31 @@ class Collector:
             add_bases(self._index, live)
             return live
 
-    def _uncommitted(self) -> dict[str, LiveManifest]:
-        """Return the manifests that are about to be committed, as far as what they refer to is there.
+    def _mark_all(self, snapshots: Mapping[str, LiveManifest]) -> LiveChunks:
+        """Return what snapshots refer to, and manifests that are about to be committed as far as it is there.
 
         Their writer may be killed and its host lost. A repair, which cannot tell this from a log that was cut, commits them then.
         """
-        found: dict[str, LiveManifest] = {}
+        young: dict[str, LiveManifest] = {}
         for one in self._young:
-            try:
+            with suppress(*_UNREADABLE):
                 stored = decode_any_snapshot(one.manifest.snapshot)
-                live = LiveManifest(stored.repository, stored.id, one.name, object_digest(one.data))
-                self._mark({one.name: live})
-            except (Damaged, NotFound, UnsupportedFormat):
-                continue
-            found[one.name] = live
-        return found
+                young[one.name] = LiveManifest(
+                    stored.repository, stored.id, one.name, object_digest(one.data)
+                )
+        if young:
+            with suppress(*_UNREADABLE):
+                return self._mark({**young, **snapshots})
+            # Only now one by one: each time all packs are listed.
+            for name, live in list(young.items()):
+                try:
+                    self._mark({name: live})
+                except _UNREADABLE:
+                    del young[name]
+            # Another collector may take what they refer to meanwhile.
+            with suppress(*_UNREADABLE):
+                return self._mark({**young, **snapshots})
+        return self._mark(snapshots)
 
     def _list(self) -> None:
         # Before the logs: a manifest that is there already has the hello of its writer in them.

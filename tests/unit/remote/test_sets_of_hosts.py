@@ -10,7 +10,7 @@ from support.until import until
 
 from ciuic.errors import CiuicError, UsageError
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
-from ciuic.remote.objects.model import ObjectInfo
+from ciuic.remote.objects.model import ObjectInfo, UntrustedStore
 from ciuic.remote.sealing.sealer import MasterKey, Sealer
 from ciuic.remote.sets import SetMeeting, SetRequest, remove_old_sets
 from ciuic.types import SetMember
@@ -149,3 +149,24 @@ def test_hosts_that_are_asked_for_different_members_are_told(objects: MemoryObje
         SetMeeting(objects, SEALER, request("a")._replace(members=("a", "c"))).take(_Daemon())
     thread.join()
     assert "b did not come" in outcomes[0].message
+
+
+class _Untrusted(MemoryObjects):
+    """A store whose certificate is of another."""
+
+    def create(self, name: str, data: bytes) -> bool:
+        raise UntrustedStore(name)
+
+    def get(self, name: str) -> bytes:
+        raise UntrustedStore(name)
+
+
+def test_a_store_that_cannot_be_trusted_is_not_waited_for(objects: MemoryObjects) -> None:
+    """Its certificate is of another, which asking again does not change: the command ends at once."""
+
+    def sleep(seconds: float) -> None:
+        if seconds:
+            pytest.fail("it waits")
+
+    with pytest.raises(UntrustedStore):
+        SetMeeting(_Untrusted(BUCKET), SEALER, request("a"), sleep=sleep).take(_Daemon())

@@ -112,7 +112,7 @@ def thaw(
 def _needed(session: Session, ids: Sequence[str], paths: Sequence[bytes]) -> tuple[dict[str, int], list[str]]:
     """Return size by name of the archived packs that the selection needs, and the names of its snapshots."""
     from ciuic.remote.reading.remote_repository import RemoteRepository
-    from ciuic.remote.upkeep.cold_packs import cold_needs, prefix_of, unreadable_now
+    from ciuic.remote.upkeep.cold_packs import cold_needs, prefix_of
     from ciuic.repository.lookup import Located, find
 
     packs: dict[str, int] = {}
@@ -125,7 +125,7 @@ def _needed(session: Session, ids: Sequence[str], paths: Sequence[bytes]) -> tup
             find(repository, snapshot, as_recorded(snapshot, path)) for path in dict.fromkeys(paths)
         ] or [Located(root, root.path, root.entry) for root in snapshot.roots]
         prefix = prefix_of(session.remote, repository.reader)
-        for pack in unreadable_now(repository.reader, cold_needs(repository, selected, thorough=True)):
+        for pack in cold_needs(repository, selected, thorough=True):
             packs[prefix + pack.name] = pack.size_bytes
         snapshots.append(str(snapshot.id))
     return packs, snapshots

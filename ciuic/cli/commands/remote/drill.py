@@ -141,14 +141,14 @@ def _drill(
                     progress=lambda done, total: reporter.update(bytes_done=done, bytes_total=total),
                 )
                 local = _local(session, opened, snapshot)
-                log_damage = [(os.fsencode(one.name), one.reason) for one in opened.log_damage]
+                damage = [
+                    (os.fsencode(one.name), one.reason) for one in (*opened.log_damage, *opened.lost_spaces)
+                ]
         finally:
             objects.close()
     if local is False:
-        log_damage.append(
-            (b"/", "the repository of this host has other trees in this snapshot than the remote")
-        )
-    document = drills.result_document(session, snapshot, result, log_damage)
+        damage.append((b"/", "the repository of this host has other trees in this snapshot than the remote"))
+    document = drills.result_document(session, snapshot, result, damage)
     return {
         "remote": config.name,
         "url": config.url,
@@ -168,6 +168,8 @@ def _snapshot(session: Session, opened: ReadableRemote, text: str | None) -> Sna
     try:
         found = opened.of_host(host).snapshots.list(limit=1, safety=False)
     except NotFound as error:
+        if opened.lost_spaces:
+            raise opened.lost_spaces[0] from error
         # Exit code 3 says to a timer that there is no remote.
         raise CiuicError(f"nothing could be rescued: {error.message}", hint=error.hint) from error
     if not found:

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from ciuic.cli.shared.options import ID, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose
 from ciuic.cli.shared.remotes import waiting_aloud
 from ciuic.cli.shared.session import Session, current
-from ciuic.errors import CiuicError, ConfigError, NotFound, Partial
+from ciuic.errors import CiuicError, ConfigError, NotFound, NotPermitted, Partial
 from ciuic.units import human_duration, human_size
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def status(place: str, contact: bool, as_json: bool) -> None:
         if contact:
             try:
                 with waiting_aloud(session.verbosity)(config.name):
-                    document["contact"] = _contact(config)
+                    document["contact"] = _contact(session, config)
             except CiuicError as error:
                 document["contact"] = {"error": error.message, "hint": error.hint}
                 failures.append(error)
@@ -224,8 +224,8 @@ def _price(requests: dict[str, int], price: RemotePrice) -> float | None:
     return (puts + gets) / _PRICE_UNIT
 
 
-def _contact(config: RemoteConfig) -> dict[str, Any]:
-    from ciuic.remote.access import configured_objects, key_slots, repository_spaces
+def _contact(session: Session, config: RemoteConfig) -> dict[str, Any]:
+    from ciuic.remote.access import configured_objects, find_spaces, key_slots, lost_spaces, repository_spaces
     from ciuic.remote.objects.ssh_objects import SshObjects
     from ciuic.remote.objects.wrappers import CountingObjects
 
@@ -236,10 +236,12 @@ def _contact(config: RemoteConfig) -> dict[str, Any]:
         remote = targets.opened(config, objects)
         seconds = time.monotonic() - began
         slots = [one.slot for one in key_slots(objects)]
-        spaces = [_space(remote, one) for one in (remote, *repository_spaces(remote))]
+        found = find_spaces(objects)
+        spaces = [_space(remote, one) for one in (remote, *repository_spaces(remote, found))]
         servers = [{"url": store.url, **store.server()._asdict()}] if isinstance(store, SshObjects) else []
     finally:
         objects.close()
+    session.say_damaged(lost_spaces(objects, found))
     stored = sum(one["size_bytes"] for one in spaces)
     month = config.price.gb_month
     return {
@@ -264,14 +266,13 @@ def _space(remote: Remote, space: Remote) -> dict[str, Any]:
     from ciuic.remote.remote_index import list_packs
 
     sizes = [info.size_bytes for info in list_packs(space.objects).values()]
-    # The cache of those who list snapshots: logs have an entry for each.
-    with open_cache(remote, space) as cache:
+    with ExitStack() as closing:
+        cache_path = None
+        # The cache of those who list snapshots: logs have an entry for each. All are read where others may write to it.
+        with suppress(NotPermitted):
+            cache_path = str(closing.enter_context(open_cache(remote, space)).path / "logs")
         reader = LogReader(
-            space.objects,
-            space.sealer,
-            cache_path=str(cache.path / "logs"),
-            skip_damaged=True,
-            passes_cuts=True,
+            space.objects, space.sealer, cache_path=cache_path, skip_damaged=True, passes_cuts=True
         )
         reader.refresh()
     for damaged in reader.damaged.values():

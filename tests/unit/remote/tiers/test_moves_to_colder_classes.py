@@ -14,6 +14,7 @@ from support.dying_objects import DyingObjects, Killed
 from support.remote_host import BLOCK, reading
 from support.restoring import write
 
+from ciuic.config import TierRule
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.log_reader import LogReader, Rounds
 from ciuic.remote.object_names import pack_name
@@ -51,6 +52,17 @@ def test_old_packs_become_cold_and_nothing_else(world: World, tmp_path: Path) ->
     world.store.kept_warm = set(cold)
     world.store.classes = {}
     assert world.move(tmp_path / "cache").moves == {}
+
+
+def test_packs_that_are_read_at_once_stay_warm(world: World, tmp_path: Path) -> None:
+    """A rule that is not colder than the class in which packs were stored, such as STANDARD_IA, makes none of them cold."""
+    packs = world.names("packs/data/")
+    world.store.classes = dict.fromkeys(packs, "STANDARD_IA")
+    moved = world.move(
+        tmp_path / "cache", TierRule(after_seconds=0, storage_class="ONEZONE_IA", keep_newest=1)
+    )
+    assert (moved.moves, moved.tableless) == ({}, ())
+    assert cold_packs(world.memory) == {}
 
 
 def test_cold_packs_leave_everything_but_their_content_readable(world: World, tmp_path: Path) -> None:

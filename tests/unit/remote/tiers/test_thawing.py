@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.archiving_objects import ArchivingClasses, ArchivingStore, World, make_world
+from support.archiving_objects import ArchivingClasses, ArchivingObjects, ArchivingStore, World, make_world
 from support.dying_objects import DyingObjects, Killed
 from support.remote_host import BLOCK, reading
 
 from ciuic.remote.object_names import PackRef, pack_name, parse_pack, table_name
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
-from ciuic.remote.objects.storage_classes import THAW_SPEEDS, ThawSpeed
+from ciuic.remote.objects.model import RemoteUnreachable, UntrustedStore
+from ciuic.remote.objects.storage_classes import THAW_SPEEDS, ObjectClass, ThawSpeed
 from ciuic.remote.pack import RemotePackReader
 from ciuic.remote.reading.opening import ReadableRemote
 from ciuic.remote.remote_index import cold_packs
@@ -32,6 +33,7 @@ from ciuic.remote.upkeep.cold_packs import (
 )
 from ciuic.remote.upkeep.collection_round import Repacker
 from ciuic.repository import Walker
+from ciuic.repository.identity import Bytes
 from ciuic.repository.lookup import find
 from ciuic.types import SnapshotId
 
@@ -94,6 +96,25 @@ def test_a_thaw_asks_once_and_says_until_when(
     assert len(store.asked) == 5
 
 
+def test_waiting_for_a_store_ends_where_its_certificate_is_of_another(
+    bucket: MemoryObjects, tmp_path: Path
+) -> None:
+    """Asking again does not change that; a store that only does not answer is asked again."""
+    jobs, slept = ThawJobs(tmp_path / "thaw"), list[float]()
+
+    class Failing(ArchivingClasses):
+        """Classes that cannot be looked at."""
+
+        def look(self, name: str) -> ObjectClass:
+            raise RemoteUnreachable(name) if len(slept) < 3 else UntrustedStore(name)
+
+    job = begin(jobs, ArchivingClasses(bucket, archived(bucket)))
+    failing = Failing(bucket, archived(bucket))
+    with pytest.raises(UntrustedStore):
+        wait_until_ready(jobs, failing, job, now_ns=lambda: NOW_NS, sleep=slept.append, poll_seconds=1.0)
+    assert len(slept) == 3
+
+
 def test_a_thaw_that_is_killed_anywhere_is_continued_from_its_file(
     bucket: MemoryObjects, tmp_path: Path
 ) -> None:
@@ -152,11 +173,14 @@ def test_jobs_lie_in_the_state_directory_of_the_user() -> None:
     )
 
 
-def needs_of(opened: ReadableRemote, world: World, snapshot: str, *names: str) -> list[ColdPack]:
+def needs_of(
+    opened: ReadableRemote, world: World, snapshot: str, *names: str, thorough: bool = False
+) -> list[ColdPack]:
     (repository,) = opened.repositories
     loaded = opened.snapshots.load(SnapshotId(snapshot))
     paths = [os.fsencode(world.host.root / name) for name in names] or [os.fsencode(world.host.root)]
-    return cold_needs(repository, [find(repository, loaded, path) for path in paths])
+    selected = [find(repository, loaded, path) for path in paths]
+    return cold_needs(repository, selected, thorough=thorough)
 
 
 def test_a_selection_needs_just_its_packs(tmp_path: Path) -> None:
@@ -182,6 +206,30 @@ def test_a_selection_needs_just_its_packs(tmp_path: Path) -> None:
         world.store.thawed.add(everything[0].name)
         assert unreadable_now(reader, everything) == everything[1:]
         assert all(parse_pack(pack_name(pack.ref)) == pack.ref for pack in everything)
+    forget_bucket(bucket)
+
+
+@pytest.mark.parametrize("thorough", [False, True])
+def test_each_archived_pack_is_asked_once(tmp_path: Path, thorough: bool) -> None:
+    """Stores charge for each request."""
+    bucket = f"asked-{os.urandom(6).hex()}"
+    world = make_world(tmp_path / "host", bucket)
+    world.move(tmp_path / "cache")
+    asked: list[str] = []
+
+    class Asked(ArchivingObjects):
+        """Objects that note which archived ones are asked for."""
+
+        def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> Sequence[Bytes]:
+            if self.store.is_archived(name):
+                asked.append(name)
+            return super().get_ranges(name, ranges)
+
+    remote = world.remote._replace(objects=Asked(world.memory, world.store))
+    with reading(remote, tmp_path / "fresh") as opened:
+        needed = needs_of(opened, world, world.first, thorough=thorough)
+    assert needed
+    assert sorted(asked) == sorted(pack.name for pack in needed)
     forget_bucket(bucket)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,17 +13,18 @@ from support.dying_objects import DyingObjects, Killed
 from support.remote_host import BLOCK, RemoteHost, new_remote, reading
 from support.restoring import write
 
-from ciuic.errors import CiuicError, NotFound
+from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.protocol.stored_remotely import read_record
 from ciuic.remote.access import Remote
-from ciuic.remote.documents import LogEntry, LogRemove, read_entry
+from ciuic.remote.documents import LiveManifest, LogEntry, LogRemove, read_entry
 from ciuic.remote.log_reader import LogReader, LostCommits
 from ciuic.remote.object_names import LOGS_PREFIX, MANIFESTS_PREFIX, parse_log_entry
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import Objects
 from ciuic.remote.objects.opening import open_objects
 from ciuic.remote.objects.wrappers import CountingObjects
+from ciuic.remote.reading.remote_repository import SpaceReader
 from ciuic.remote.upkeep.check import repair_remote
 from ciuic.remote.upkeep.collect import (
     CollectedSpace,
@@ -32,7 +33,12 @@ from ciuic.remote.upkeep.collect import (
     preview_collection,
     resolve_snapshots,
 )
-from ciuic.remote.upkeep.collection_round import CollectionPolicy
+from ciuic.remote.upkeep.collection_round import (
+    CollectionPolicy,
+    LiveChunks,
+    MarkSnapshots,
+    live_chunks,
+)
 from ciuic.remote.writer_log import LogUpkeep
 from ciuic.repository.identity import Bytes
 
@@ -253,6 +259,13 @@ class DyingUploader(DyingObjects):
         return made
 
 
+def lose_before_commit(host: RemoteHost) -> None:
+    host.remote = host.remote._replace(objects=DyingUploader(host.remote.objects))
+    with pytest.raises(Killed):
+        host.upload()
+    host.repository.close()
+
+
 def test_what_a_lost_host_was_about_to_commit_stays(tmp_path: Path) -> None:
     """A repair commits the manifest of a lost host a day later: no collection has taken what it relied on until then."""
     objects = open_objects(f"file://{tmp_path}/nas", make=True)
@@ -270,10 +283,7 @@ def test_what_a_lost_host_was_about_to_commit_stays(tmp_path: Path) -> None:
     age()
     write(host.root / "new", b"new")
     last = host.snapshot().id
-    host.remote = remote._replace(objects=DyingUploader(objects))
-    with pytest.raises(Killed):
-        host.upload()
-    host.repository.close()
+    lose_before_commit(host)
     with reading(remote, tmp_path / "cache") as opened:
         collect_remote(opened, host="operator")
         assert opened.snapshots.ids() == []
@@ -284,3 +294,56 @@ def test_what_a_lost_host_was_about_to_commit_stays(tmp_path: Path) -> None:
     with reading(remote, tmp_path / "other cache") as opened:
         assert opened.snapshots.ids() == [last]
         assert verify_snapshots(opened.repositories[0], checksum=True).damages == []
+
+
+def uploading_hosts(place: Path, remote: Remote, count: int) -> None:
+    """Store manifests of so many hosts that are not committed."""
+    for number in range(count):
+        host = RemoteHost(place / f"{number}", remote, name=f"uploads-{number}")
+        write(host.root / "file", os.urandom(BLOCK))
+        host.snapshot()
+        lose_before_commit(host)
+
+
+def test_manifests_about_to_be_committed_cost_no_listing(tmp_path: Path) -> None:
+    """However many of them there are, a collection lists as often."""
+    listings = []
+    for count in (1, 4):
+        name = f"uploading-{os.urandom(6).hex()}"
+        objects = CountingObjects(MemoryObjects(name))
+        remote = new_remote(objects)
+        place = tmp_path / f"{count}"
+        uploading_hosts(place, remote, count)
+        two_snapshots(place / "host", remote)
+        with reading(remote, place / "cache") as opened:
+            before = objects.counts()["list"].requests
+            collect_remote(opened, host="operator")
+        listings.append(objects.counts()["list"].requests - before)
+        forget_bucket(name)
+    assert listings[0] == listings[1]
+
+
+def test_a_manifest_that_loses_what_it_refers_to_stops_no_collection(
+    objects: CountingObjects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where another collector takes that between two looks, snapshots that are committed are not called damaged."""
+    remote = new_remote(objects)
+    uploading_hosts(tmp_path, remote, 1)
+    _, first, second = two_snapshots(tmp_path / "host", remote)
+    committed = LogReader(remote.objects, remote.sealer)
+    committed.refresh()
+
+    def overtaken(reader: SpaceReader, **options: Callable[[], None]) -> MarkSnapshots:
+        marked = live_chunks(reader, **options)
+
+        def mark(snapshots: Mapping[str, LiveManifest]) -> LiveChunks:
+            if len(snapshots) > 1 and not snapshots.keys() <= committed.live().keys():
+                raise Damaged("it is gone")
+            return marked(snapshots)
+
+        return mark
+
+    monkeypatch.setattr("ciuic.remote.upkeep.collect.live_chunks", overtaken)
+    with reading(remote, tmp_path / "cache") as opened:
+        collect_remote(opened, host="operator")
+        assert set(opened.snapshots.ids()) == {first, second}
