@@ -296,6 +296,9 @@ def simulated_pool(clock: Clock) -> type:
             return self
 
         def __exit__(self, *error: object) -> None:
+            self.shutdown()
+
+        def shutdown(self, *, wait: bool = True, cancel_futures: bool = False) -> None:
             clock.now = max(clock.now, *self._free)
 
         def submit(self, call: Callable[..., Any], *arguments: Any) -> _SimulatedFuture[Any]:

@@ -578,12 +578,16 @@ def _in_threads(
 ) -> Iterator[_CheckedPack]:
     check = partial(_check_pack, objects, sealer, packs, whole=whole)
     waiting = list(refs)
-    with ThreadPoolExecutor(threads) as pool:
+    pool = ThreadPoolExecutor(threads)
+    try:
         # In groups, so that results do not pile up faster than the caller takes them.
         for start in range(0, len(waiting), 4 * threads):
             for result in pool.map(check, waiting[start : start + 4 * threads]):
                 if result is not None:
                     yield result
+    finally:
+        # Not waited for after an interruption, as in `remote_index`.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _check_pack(
