@@ -609,13 +609,29 @@ def repository_space(remote: Remote, repository: Repository, *, make: bool = Tru
     return opened_remote(objects, data, remote.master, bytes.fromhex(repository.id))
 
 
-def repository_spaces(remote: Remote, found: Mapping[str, bool] | None = None) -> list[Remote]:
-    """Return the spaces of all repositories with an identity of their own, as `find_spaces` found them."""
+def repository_spaces(
+    remote: Remote, found: Mapping[str, bool] | None = None, damaged: list[DamagedRemote] | None = None
+) -> list[Remote]:
+    """Return the spaces of all repositories with an identity of their own, as `find_spaces` found them.
+
+    Args:
+        remote: The remote.
+        found: What was found; None: it is looked for.
+        damaged: Takes spaces whose remote.json says nothing, which are left out: whoever may store objects could otherwise
+            have all others not be read. None: the first such is raised.
+    """
     spaces = []
     for repository_id, is_whole in (find_spaces(remote.objects) if found is None else found).items():
         if is_whole:
             objects = PrefixedObjects(remote.objects, repository_prefix(repository_id).rstrip("/"))
-            spaces.append(_opened_space(objects, remote, repository_id))
+            try:
+                spaces.append(_opened_space(objects, remote, repository_id))
+            except (Damaged, UnsupportedFormat) as error:
+                if damaged is None:
+                    raise
+                name = f"{remote.objects.url}/{space_json(repository_id)}"
+                hint = f"delete it, then {_SPACE_HINT}"
+                damaged.append(DamagedRemote(name, f"{_NOT_SHOWN} ({error.message})", hint=hint))
     return spaces
 
 
@@ -624,15 +640,19 @@ def lost_spaces(objects: Objects, found: Mapping[str, bool]) -> list[DamagedRemo
     return [
         DamagedRemote(
             f"{objects.url}/{space_json(id_)}",
-            "it is missing; the snapshots of this repository are not shown",
-            hint="ciuic remote upload on the host that has this repository; where the bucket keeps versions: "
-            "ciuic check --behind-deletions --repair",
+            f"it is missing; {_NOT_SHOWN}",
+            hint=_SPACE_HINT,
         )
         for id_, is_whole in found.items()
         if not is_whole
     ]
 
 
+_NOT_SHOWN: Final = "the snapshots of this repository are not shown"
+_SPACE_HINT: Final = (
+    "ciuic remote upload on the host that has this repository; where the bucket keeps versions: "
+    "ciuic check --behind-deletions --repair"
+)
 # Objects of one space that are listed before the rest of it is left out: a page of a store.
 _LISTED_OF_A_SPACE: Final = 1000
 
@@ -654,7 +674,12 @@ def find_spaces(objects: Objects) -> dict[str, bool]:
             if not _SPACE_END.match(f"/{REPOSITORIES_PREFIX}{id_}"):
                 continue
             is_long = listed > _LISTED_OF_A_SPACE
-            ids[id_] = ids.get(id_, False) or found.name == space_json(id_)
+            name = found.name.removeprefix(f"{REPOSITORIES_PREFIX}{id_}/")
+            # Of anything else there is nothing to be read.
+            if name == REMOTE_JSON or any(
+                parse(name) for parse in (parse_log_entry, parse_manifest, parse_pack)
+            ):
+                ids[id_] = ids.get(id_, False) or name == REMOTE_JSON
             if is_long:
                 # "0" follows "/": behind everything in that directory.
                 after = f"{REPOSITORIES_PREFIX}{id_}0"

@@ -294,7 +294,8 @@ def read_remote(
         closing.callback(pool.shutdown, wait=False, cancel_futures=True)
         closing.callback(retry.end)
         found_spaces = pool.submit(find_spaces, retrying.objects)
-        for space in _spaces(retrying, found_spaces):
+        damaged_spaces: list[DamagedRemote] = []
+        for space in _spaces(retrying, found_spaces, damaged_spaces):
             cache = closing.enter_context(open_cache(remote, space, cache_root))
             reader = SpaceReader(
                 space,
@@ -332,15 +333,15 @@ def read_remote(
                 events.warning("remote_log_damaged", remote=space.objects.url, error=damaged.error.message)
             manifests = Manifests(space, cache, logs, prefer=reader.lookup.prefer)
             entries += (CommittedEntry(live, manifests) for live in logs.live().values())
-        lost = lost_spaces(remote.objects, found_spaces.result())
+        lost = [*lost_spaces(remote.objects, found_spaces.result()), *damaged_spaces]
         opened = ReadableRemote(remote, RemoteSnapshots(named_entries(entries)), readers, lost)
         opened.keep_open(closing)
     return opened
 
 
-def _spaces(own: Remote, found: Future[dict[str, bool]]) -> Iterator[Remote]:
+def _spaces(own: Remote, found: Future[dict[str, bool]], damaged: list[DamagedRemote]) -> Iterator[Remote]:
     yield own
-    yield from repository_spaces(own, found.result())
+    yield from repository_spaces(own, found.result(), damaged)
 
 
 def _unknown(stored: Sequence[ObjectInfo], logs: LogReader) -> list[ObjectInfo]:

@@ -237,11 +237,12 @@ def _contact(session: Session, config: RemoteConfig) -> dict[str, Any]:
         seconds = time.monotonic() - began
         slots = [one.slot for one in key_slots(objects)]
         found = find_spaces(objects)
-        spaces = [_space(remote, one) for one in (remote, *repository_spaces(remote, found))]
+        damaged = lost_spaces(objects, found)
+        spaces = [_space(remote, one) for one in (remote, *repository_spaces(remote, found, damaged))]
         servers = [{"url": store.url, **store.server()._asdict()}] if isinstance(store, SshObjects) else []
     finally:
         objects.close()
-    session.say_damaged(lost_spaces(objects, found))
+    session.say_damaged(damaged)
     stored = sum(one["size_bytes"] for one in spaces)
     month = config.price.gb_month
     return {

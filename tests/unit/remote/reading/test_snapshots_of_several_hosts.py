@@ -12,14 +12,14 @@ from typing import Any, cast
 
 import pytest
 from support import trees
-from support.remote_host import RemoteHost, new_remote, reading
+from support.remote_host import RemoteHost, flip_object, new_remote, reading
 from support.restoring import write
 from support.stored import store
 
 from ciuic.errors import NotFound, UsageError
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access import Remote
-from ciuic.remote.object_names import LOGS_PREFIX, MANIFESTS_PREFIX
+from ciuic.remote.object_names import LOGS_PREFIX, MANIFESTS_PREFIX, space_json
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import ObjectInfo, Objects
 from ciuic.restore import execute, plan_restore
@@ -103,6 +103,22 @@ def test_a_commit_between_the_listings_is_no_damage(remote: Remote, tmp_path: Pa
     with reading(remote._replace(objects=cast("Objects", objects)), tmp_path / "cache") as opened:
         assert opened.log_damage == []
         assert opened.snapshots.names() == {"cs-000001", "cs-000002"}
+
+
+def test_a_damaged_space_hides_itself_alone(remote: Remote, tmp_path: Path) -> None:
+    """Who may store objects can spoil or plant the identity of a repository: the others are read, and it is named."""
+    stored_host(tmp_path, remote, "alpha", 1)
+    spoilt = stored_host(tmp_path, remote, "beta", 2, own_identity=True).repository.id
+    planted = os.urandom(16).hex()
+    objects = remote.objects
+    flip_object(objects, space_json(spoilt))
+    objects.put(space_json(planted), [b'{"version": 99}'])
+    objects.put(f"repositories/{os.urandom(16).hex()}/junk", [b"junk"])
+    with reading(remote, tmp_path / "cache") as opened:
+        assert opened.snapshots.names() == {"cs-000001"}
+        assert sorted(one.name for one in opened.lost_spaces) == sorted(
+            f"{objects.url}/{space_json(id_)}" for id_ in (spoilt, planted)
+        )
 
 
 def test_one_host_alone_is_seen(remote: Remote, tmp_path: Path) -> None:
