@@ -45,7 +45,7 @@ from ciuic.remote.documents import (
     read_remote_id,
 )
 from ciuic.remote.documents import open_remote as open_stored
-from ciuic.remote.errors import DamagedRemote, WrongKey
+from ciuic.remote.errors import DamagedRemote, PacksElsewhere, WrongKey
 from ciuic.remote.object_names import (
     KEYS_PREFIX,
     LOGS_PREFIX,
@@ -65,6 +65,7 @@ from ciuic.remote.object_names import (
 )
 from ciuic.remote.objects.model import (
     READS,
+    ArchivedObject,
     NoSuchObject,
     ObjectInfo,
     Objects,
@@ -626,12 +627,15 @@ def repository_spaces(
             objects = PrefixedObjects(remote.objects, repository_prefix(repository_id).rstrip("/"))
             try:
                 spaces.append(_opened_space(objects, remote, repository_id))
-            except (Damaged, UnsupportedFormat) as error:
+            except (*_UNREADABLE, NoSuchObject) as error:
                 if damaged is None:
                     raise
                 name = f"{remote.objects.url}/{space_json(repository_id)}"
-                hint = f"delete it, then {_SPACE_HINT}"
-                damaged.append(DamagedRemote(name, f"{_NOT_SHOWN} ({error.message})", hint=hint))
+                reason = error.reason if isinstance(error, DamagedRemote) else error.message
+                hint = (
+                    error.hint if isinstance(error, UnsupportedFormat) else f"delete it, then {_SPACE_HINT}"
+                )
+                damaged.append(DamagedRemote(name, f"{reason}; {_NOT_SHOWN}", hint=hint))
     return spaces
 
 
@@ -648,6 +652,8 @@ def lost_spaces(objects: Objects, found: Mapping[str, bool]) -> list[DamagedRemo
     ]
 
 
+# Of one that is sealed by another key, or by none where the remote is sealed, too: anybody can plant these.
+_UNREADABLE: Final = (Damaged, UnsupportedFormat, WrongKey, PacksElsewhere, ArchivedObject)
 _NOT_SHOWN: Final = "the snapshots of this repository are not shown"
 _SPACE_HINT: Final = (
     "ciuic remote upload on the host that has this repository; where the bucket keeps versions: "
@@ -681,6 +687,8 @@ def find_spaces(objects: Objects) -> dict[str, bool]:
             ):
                 ids[id_] = ids.get(id_, False) or name == REMOTE_JSON
             if is_long:
+                # Of what follows nothing is listed: `info` is asked in the end.
+                ids.setdefault(id_, False)
                 # "0" follows "/": behind everything in that directory.
                 after = f"{REPOSITORIES_PREFIX}{id_}0"
                 break

@@ -223,9 +223,9 @@ def no_core_dumps() -> None:
     _prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
-def leave_network() -> bool:
-    """Enter an empty network namespace; return whether that was possible (it takes CAP_SYS_ADMIN, and no filter against it)."""
-    return bool(_libc.unshare(_CLONE_NEWNET) == 0)
+def leave_network() -> int:
+    """Enter an empty network namespace; return 0, or the errno (it takes CAP_SYS_ADMIN, and no filter or limit against it)."""
+    return ctypes.get_errno() if _libc.unshare(_CLONE_NEWNET) else 0
 
 
 def _read() -> ctypes.Array[_Word]:

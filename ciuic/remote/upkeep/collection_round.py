@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import groupby
+from itertools import groupby, islice
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
@@ -340,6 +340,8 @@ _READ_BYTES_AT_ONCE: Final = 4 << 20
 _READING_THREADS: Final = 4
 # Logs that get their fences at the same time.
 _FENCING_THREADS: Final = 16
+_KNOWN_AT_ONCE: Final = 10_000
+_ELSEWHERE_HINT: Final = "thaw what is archived of them, or repair on a host whose repository has them: ciuic check --remote --repair"
 
 
 class _Copy(NamedTuple):
@@ -634,6 +636,7 @@ class Collector:
         self._stored: list[ObjectInfo] = []
         self._young: list[UnloggedManifest] = []
         self._unreadable: tuple[PackRef, ...] = ()
+        self._is_all_known = True
         # Packs that were written by this collector: of records that were verified then.
         self._written: set[PackRef] = set()
         self._kept = self._kept_copies()
@@ -846,7 +849,7 @@ class Collector:
                 continue
             except Damaged:
                 # Nobody knows what it has: it stays while there is a live chunk of which no copy is known.
-                if sum(1 for _ in live_groups(self._index, live)) < len(live):
+                if not self._is_all_known:
                     continue
                 records = []
             needed: set[bytes] = {record.id for record in records if record.id in live}
@@ -953,6 +956,13 @@ class Collector:
             }
             lacking = needed.keys() - self._kept.whole_elsewhere(needed, numbers)
             if not lacking:
+                if not self._is_all_known and not doomed.isdisjoint(self._unreadable):
+                    raise DamagedRemote(
+                        round_name(round_),
+                        "it condemns packs whose tables cannot be read, and of a chunk that snapshots need no copy is known; "
+                        "nothing was deleted",
+                        hint=_ELSEWHERE_HINT,
+                    )
                 snapshots = self._reader.live()
                 return StoredRound(
                     nonce=self._new_id(),
@@ -972,7 +982,7 @@ class Collector:
         raise DamagedRemote(
             round_name(round_),
             f"{plural(len(lacking), 'chunk')} that snapshots need cannot be copied out of the packs that it condemns; nothing was deleted",
-            hint="thaw what is archived of them, or repair on a host whose repository has them: ciuic check --remote --repair",
+            hint=_ELSEWHERE_HINT,
         )
 
     def _list_and_mark(self) -> LiveChunks:
@@ -988,8 +998,18 @@ class Collector:
                 if snapshots.keys() <= self._reader.live().keys():
                     raise
                 continue
+            # Before bases: those of differences that are stored in full elsewhere are needed no more.
+            self._is_all_known = not (self._policy.damaged or self._unreadable) or self._has_all(live)
             add_bases(self._index, live)
             return live
+
+    def _has_all(self, live: LiveChunks) -> bool:
+        """Return whether a copy of every live chunk is known that can be read without packs whose tables cannot."""
+        chunks = (chunk for chunk, _ in live_groups(self._index, live))
+        known = 0
+        while some := list(islice(chunks, _KNOWN_AT_ONCE)):
+            known += len(self._index.has_many(some))
+        return known >= len(live)
 
     def _mark_all(self, snapshots: Mapping[str, LiveManifest]) -> LiveChunks:
         """Return what snapshots refer to, and manifests that are about to be committed as far as it is there.

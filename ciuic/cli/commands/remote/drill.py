@@ -141,9 +141,9 @@ def _drill(
                     progress=lambda done, total: reporter.update(bytes_done=done, bytes_total=total),
                 )
                 local = _local(session, opened, snapshot)
-                damage = [
-                    (os.fsencode(one.name), one.reason) for one in (*opened.log_damage, *opened.lost_spaces)
-                ]
+                damage = [(os.fsencode(one.name), one.reason) for one in opened.log_damage]
+                # Of other repositories: this one can be rescued.
+                session.say_damaged(opened.lost_spaces)
         finally:
             objects.close()
     if local is False:

@@ -439,14 +439,17 @@ def upload(once: bool, again: tuple[str, ...]) -> None:
     that does not exist yet is waited for.
     """
     from ciuic.remote.replication import run
+    from ciuic.repository import Repository
 
     session = current()
     config = session.config
     if not config.remotes:
         raise NotFound("no remote is configured", hint="ciuic remote init URL makes one")
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        # Under nohup a closed terminal is no reason to end.
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: stop.set())
     place = session.repository_dir if once else _repository_dir(session, stop)
     if place is None:
         return
@@ -465,6 +468,8 @@ def upload(once: bool, again: tuple[str, ...]) -> None:
                 stop=stop,
                 tell=_Waits(session).tell,
             )
+        if stop.is_set() and not Repository.exists(place):
+            return
         # Also where a signal ended it: whoever started it must know that something is left.
         _require_all(session, config)
         _say_sent(config)
@@ -590,7 +595,7 @@ def _require_all(session: Session, config: Config) -> None:
     if lacking:
         raise Partial(
             f"not everything was uploaded: {', '.join(lacking)}",
-            hint="ciuic verify says which snapshots cannot be read; those taken meanwhile go with the next run",
+            hint="what was interrupted, or taken meanwhile, goes with the next run; ciuic verify says which snapshots cannot be read",
         )
 
 

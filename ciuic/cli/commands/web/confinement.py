@@ -5,6 +5,8 @@ Guarantees: a protection that this machine has and a filter forbids (of the unit
 
 from __future__ import annotations
 
+import errno
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -43,13 +45,14 @@ def confine(job: FrontJob, profile: seccomp.Profile, processor_seconds: int | No
     if job.run_as is not None:
         # Reading a remote takes a network and temporary files. Sockets that are open already, and Unix sockets with a name, are
         # reached all the same.
-        if not job.remote and not leave_network():
-            if Capability.SYS_ADMIN in permitted():
+        if not job.remote and (error := leave_network()):
+            if error == errno.EPERM and Capability.SYS_ADMIN in permitted():
                 raise NotPermitted(
                     "a process of the page cannot give up the network: unshare(2) is forbidden",
                     hint="RestrictNamespaces= of the unit has to permit net",
                 )
-            missing.append("the network stays: CAP_SYS_ADMIN is missing")
+            reason = "CAP_SYS_ADMIN is missing" if error == errno.EPERM else os.strerror(error)
+            missing.append(f"the network stays: {reason}")
         become(*job.run_as)
         keep_only(READER)
     no_core_dumps()

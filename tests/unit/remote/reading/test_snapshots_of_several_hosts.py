@@ -19,9 +19,11 @@ from support.stored import store
 from ciuic.errors import NotFound, UsageError
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access import Remote
+from ciuic.remote.documents import encode_repository
 from ciuic.remote.object_names import LOGS_PREFIX, MANIFESTS_PREFIX, space_json
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import ObjectInfo, Objects
+from ciuic.repository.identity import Identity
 from ciuic.restore import execute, plan_restore
 
 
@@ -109,15 +111,23 @@ def test_a_damaged_space_hides_itself_alone(remote: Remote, tmp_path: Path) -> N
     """Who may store objects can spoil or plant the identity of a repository: the others are read, and it is named."""
     stored_host(tmp_path, remote, "alpha", 1)
     spoilt = stored_host(tmp_path, remote, "beta", 2, own_identity=True).repository.id
-    planted = os.urandom(16).hex()
+    planted, clear = os.urandom(16).hex(), os.urandom(16).hex()
     objects = remote.objects
     flip_object(objects, space_json(spoilt))
     objects.put(space_json(planted), [b'{"version": 99}'])
+    in_clear = encode_repository(
+        repository_id=bytes.fromhex(clear),
+        master=None,
+        block_size=1 << 16,
+        created_ns=1,
+        identity=Identity("xxh3-128", None, 1),
+    )
+    objects.put(space_json(clear), [in_clear])
     objects.put(f"repositories/{os.urandom(16).hex()}/junk", [b"junk"])
     with reading(remote, tmp_path / "cache") as opened:
         assert opened.snapshots.names() == {"cs-000001"}
         assert sorted(one.name for one in opened.lost_spaces) == sorted(
-            f"{objects.url}/{space_json(id_)}" for id_ in (spoilt, planted)
+            f"{objects.url}/{space_json(id_)}" for id_ in (spoilt, planted, clear)
         )
 
 

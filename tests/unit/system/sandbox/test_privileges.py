@@ -129,7 +129,7 @@ os.kill(os.getpid(), 11)
 def test_a_capture_has_no_network() -> None:
     """A capture has no network interface and no route, so it reaches nothing by IP."""
     child("""
-if p.leave_network():
+if not p.leave_network():
     try:
         socket.create_connection(("127.0.0.1", 9), timeout=5)
     except OSError as error:
