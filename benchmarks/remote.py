@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,7 +139,7 @@ def _child(top: Path, what: str) -> tuple[str, ...]:
     return sys.executable, "-m", "benchmarks.remote", "--child", what, str(top)
 
 
-class Contender:
+class Contender(ABC):
     """Program that brings the files of one directory to one prefix of the server, and back."""
 
     name: str
@@ -150,24 +151,25 @@ class Contender:
         """Turns that the last `back_up` consisted of."""
         self.make()
 
+    @abstractmethod
     def make(self) -> None:
         """Make the place on the server."""
 
+    @abstractmethod
     def back_up(self) -> Turn:
         """Bring what is new to the server."""
-        raise NotImplementedError
 
     def look(self) -> Turn:
         """Find out that nothing is new."""
         return self.back_up()
 
+    @abstractmethod
     def list(self) -> Turn:
         """List what is stored."""
-        raise NotImplementedError
 
+    @abstractmethod
     def restore(self, target: Path, file: str = "") -> Turn:
         """Bring all back to ``target``, or the file of this name; nothing of the server is cached."""
-        raise NotImplementedError
 
 
 class Ciuic(Contender):
@@ -268,6 +270,9 @@ class Rclone(Contender):
     """rclone, which copies files: the rate of the server."""
 
     name = "rclone"
+
+    def make(self) -> None:
+        """Do nothing: a prefix needs no making."""
 
     def back_up(self) -> Turn:
         return self._run("sync", str(self._source), self._place)

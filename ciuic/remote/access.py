@@ -618,8 +618,8 @@ def repository_spaces(
     Args:
         remote: The remote.
         found: What was found; None: it is looked for.
-        damaged: Takes spaces whose remote.json says nothing, which are left out: whoever may store objects could otherwise
-            have all others not be read. None: the first such is raised.
+        damaged: Receives the spaces whose remote.json cannot be read, which are left out, so that one planted object does
+            not hide all others. None: the first such error is raised.
     """
     spaces = []
     for repository_id, is_whole in (find_spaces(remote.objects) if found is None else found).items():

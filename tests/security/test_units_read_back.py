@@ -1,4 +1,4 @@
-"""What docs/security.md says of the processes of each unit, read back from these processes under a real systemd."""
+"""Read the promises of docs/security.md back from the processes of each unit, under a real systemd."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ def late(*arguments, **named):
     return commit(*arguments, **named)
 writer_log.WriterLog.commit = late
 """
-"""What comes before a command: its collection spares what is younger than half a second, not a day, a repair what is a little younger,
-and kills come often between a manifest and its commit."""
+"""Prologue of each command: collections spare objects for half a second instead of a day, repairs for a little less, and commits wait,
+so that kills fall between a manifest and its commit."""
 _DAMAGED: Final = 4
 
 

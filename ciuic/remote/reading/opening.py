@@ -333,6 +333,7 @@ def read_remote(
                 events.warning("remote_log_damaged", remote=space.objects.url, error=damaged.error.message)
             manifests = Manifests(space, cache, logs, prefer=reader.lookup.prefer)
             entries += (CommittedEntry(live, manifests) for live in logs.live().values())
+        pool.shutdown()
         lost = [*lost_spaces(remote.objects, found_spaces.result()), *damaged_spaces]
         opened = ReadableRemote(remote, RemoteSnapshots(named_entries(entries)), readers, lost)
         opened.keep_open(closing)

@@ -271,7 +271,7 @@ class RemoteLookup:
         """Do nothing: other readers use the lookup as well. See `end`."""
 
     def end(self) -> None:
-        """Close the index; whoever asks afterwards, such as a thread that was not waited for, is refused."""
+        """Close the index. Later calls, as of threads that are still running, raise RemoteUnreachable."""
         with self._lock:
             self._is_ended = True
             self._closing.close()

@@ -470,7 +470,7 @@ def upload(once: bool, again: tuple[str, ...]) -> None:
             )
         if stop.is_set() and not Repository.exists(place):
             return
-        # Also where a signal ended it: whoever started it must know that something is left.
+        # Also after a signal: the exit code says whether anything is left to upload.
         _require_all(session, config)
         _say_sent(config)
     except NotFound as error:

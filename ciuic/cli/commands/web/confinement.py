@@ -1,4 +1,4 @@
-"""What the processes of the page give up before they parse what strangers wrote: the front, and each look.
+"""Confine the processes of the page that parse untrusted input: the front, and each look.
 
 Guarantees: a protection that this machine has and a filter forbids (of the unit, of a container) is an error, never one less.
 """
@@ -29,10 +29,10 @@ MAX_MEMORY_BYTES: Final = 1 << 30
 
 
 def confine(job: FrontJob, profile: seccomp.Profile, processor_seconds: int | None = None) -> list[str]:
-    """Give up what reading takes no privilege for; call before threads are started.
+    """Drop privileges, network and system calls that reading does not need; call before threads are started.
 
     Returns:
-        What this machine does not have to give, or does not let this process give up.
+        The protections that this machine cannot provide, in words.
 
     Raises:
         NotPermitted: A filter forbids a protection.

@@ -108,7 +108,7 @@ def test_a_commit_between_the_listings_is_no_damage(remote: Remote, tmp_path: Pa
 
 
 def test_a_damaged_space_hides_itself_alone(remote: Remote, tmp_path: Path) -> None:
-    """Who may store objects can spoil or plant the identity of a repository: the others are read, and it is named."""
+    """A repository whose identity is damaged or planted is named, and all others are read."""
     stored_host(tmp_path, remote, "alpha", 1)
     spoilt = stored_host(tmp_path, remote, "beta", 2, own_identity=True).repository.id
     planted, clear = os.urandom(16).hex(), os.urandom(16).hex()
