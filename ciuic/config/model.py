@@ -197,9 +197,9 @@ class SnapshotWhen(msgspec.Struct, frozen=True):
     after_seconds: int = 0
     changes_bytes: int = 0
     least_between_seconds: int = 60
-    """Time from a snapshot of this rule to its next one."""
+    """Time from a snapshot of a root by this rule to its next one."""
     per_hour: int = 12
-    """Limit of the snapshots of this rule in an hour."""
+    """Limit of the snapshots of a root by this rule in an hour."""
     origin: Origin = DEFAULT
 
     @property

@@ -45,19 +45,18 @@ class NoticeLine(msgspec.Struct, frozen=True, kw_only=True):
 def main() -> int:
     """Run the process and return its exit status."""
     from ciuic.daemon.base.child_processes import JobInput
-    from ciuic.system.privileges import keep_only, limit_resources
+    from ciuic.system.privileges import limit_sender
 
     try:
         job = decode_json(JobInput(0).first_line(), NoticeJob)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
         sys.stderr.write(f"notices: {error}\n")
         return 1
-    limit_resources(_MAX_MEMORY_BYTES, None)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500")
     # A filter of system calls may forbid it, as that of a container.
     with suppress(OSError):
-        keep_only(())
+        limit_sender(_MAX_MEMORY_BYTES, ())
     lock = threading.Lock()
 
     def say(line: NoticeLine) -> None:

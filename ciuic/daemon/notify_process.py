@@ -2,7 +2,8 @@
 
 Standard input: one `NotifyJob` as JSON. It runs as a service of its own where the daemon has no network (`ciuic.daemon.base.alert_hook`).
 Guarantees: URLs, which have passwords and tokens in them, are in no argument, no environment variable and nothing that is printed; a
-place that failed is tried again after each of `pauses_seconds`, one that has the message is not. Exit status 0: all places have it.
+place that failed is tried again after each of `pauses_seconds`, one that has the message is not; what a place answers is read as nobody,
+who may read files and write none, with at most `_MAX_MEMORY_BYTES` (an answer may have any length). Exit status 0: all places have it.
 
 References: healthchecks.io, "Pinging API" (`URL`, `URL/start`, `URL/fail`, the run id `rid`); apprise (Apprise.instantiate, notify).
 """
@@ -24,12 +25,14 @@ from typing import Any, Final, Literal
 import msgspec
 
 from ciuic.structs import decode_json
+from ciuic.system.privileges import limit_sender
 
 EXIT_NOT_DELIVERED: Final = 1
 EXIT_WITHOUT_APPRISE: Final = 3
 _MAX_JOB_BYTES: Final = 1 << 20
 _MAX_ANSWER_BYTES: Final = 1 << 16
 _CALL_SECONDS: Final = 10.0
+_MAX_MEMORY_BYTES: Final = 256 << 20
 
 
 class NotifyJob(msgspec.Struct, kw_only=True, frozen=True):
@@ -87,14 +90,17 @@ def _ping(job: NotifyJob) -> None:
 
 
 def _notify(apprise: Any, job: NotifyJob, url: str) -> None:
-    place, delivered = None, False
+    places, known, delivered = apprise.Apprise(), False, False
     # A plug-in may raise anything, with the URL in the text.
     with suppress(Exception):
-        place = apprise.Apprise.instantiate(url)
-        delivered = place is not None and bool(
-            place.notify(body=job.text, title=job.title, notify_type=job.kind)
+        known = places.add(url)
+        # As text: names that users chose are neither HTML in a mail nor links in a chat.
+        delivered = known and bool(
+            places.notify(
+                body=job.text, title=job.title, notify_type=job.kind, body_format=apprise.NotifyFormat.TEXT
+            )
         )
-    if place is None:
+    if not known:
         raise _NotDelivered("apprise does not take this URL")
     if not delivered:
         raise _NotDelivered("apprise could not deliver")
@@ -119,6 +125,9 @@ def _with_pauses(calls: dict[str, Callable[[], None]], pauses_seconds: tuple[flo
 
 def main() -> int:
     """Run the process and return its exit status."""
+    # An alert goes out all the same where a filter of system calls, as that of a container, forbids part of it.
+    with suppress(OSError):
+        limit_sender(_MAX_MEMORY_BYTES)
     # Plug-ins write URLs into their warnings.
     logging.disable(logging.CRITICAL)
     try:

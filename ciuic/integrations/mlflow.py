@@ -32,7 +32,8 @@ import mlflow
 from mlflow.entities import Metric, RunTag
 from mlflow.exceptions import MlflowException
 
-from ciuic.errors import NotFound
+from ciuic.errors import NotFound, NotPermitted
+from ciuic.printable import one_line
 from ciuic.training.manager import SnapshotManager
 from ciuic.training.snapshots import TrainingSnapshots
 from ciuic.training.trackers import Rejected, TrackedSave
@@ -134,6 +135,7 @@ def latest(run_id: str, *, tracking_uri: str | None = None) -> str:
 
     Raises:
         NotFound: Nothing was logged to the run, or no snapshot of it is left.
+        NotPermitted: The repository that the server names is another user's.
         mlflow.exceptions.MlflowException: The server does not answer, or has no such run.
         CiuicError: The repository cannot be opened.
     """
@@ -143,11 +145,29 @@ def latest(run_id: str, *, tracking_uri: str | None = None) -> str:
             f"no save of a SnapshotManager was logged to the run {run_id}",
             hint="ciuic.integrations.mlflow.track(manager)",
         )
-    training = TrainingSnapshots(tags["ciuic.repository"], tags.get("ciuic.training", "training"))
+    repository = tags["ciuic.repository"]
+    _require_own(repository)
+    training = TrainingSnapshots(repository, tags.get("ciuic.training", "training"))
     for saved in training.list_snapshots():
         if saved.facts.trackers.get(NAME, {}).get("run") == run_id:
             return artifact_uri(training.save_dir, saved.id)
     raise NotFound(f"no snapshot of the run {run_id} is left in {training.save_dir}")
+
+
+def _require_own(repository: str) -> None:
+    """Refuse a repository that another user may have prepared: the place is the server's word alone."""
+    shown, by_hand = (
+        one_line(repository),
+        "SnapshotManager(PATH).resume(tracker_run=RUN_ID) takes it from you",
+    )
+    if not os.path.isabs(repository) or "\0" in repository:
+        raise NotFound(f"the run names no absolute path of a repository but {shown}", hint=by_hand)
+    try:
+        owner = os.stat(repository).st_uid
+    except OSError as error:
+        raise NotFound(f"the repository {shown} of the run is not here: {error.strerror}") from error
+    if owner not in (os.geteuid(), 0):
+        raise NotPermitted(f"the repository {shown} that the run names belongs to another user", hint=by_hand)
 
 
 def artifact_uri(repository: str | os.PathLike[str], snapshot: str, path: str = "") -> str:

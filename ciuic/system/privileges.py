@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import os
+import pwd
 import resource
 import stat
 from collections.abc import Iterable
@@ -125,12 +126,7 @@ def keep_only(wanted: Iterable[int]) -> frozenset[int]:
     for number in range(_last_capability() + 1):
         if number not in kept:
             _prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)
-    sets = _Sets()
-    for number in kept:
-        word = sets[number // _WORD_BITS]
-        word.permitted |= 1 << number % _WORD_BITS
-        word.effective = word.permitted
-    _check(_libc.capset(ctypes.byref(_Header(_CAPABILITY_VERSION_3, 0)), sets))
+    _write(kept)
     return kept
 
 
@@ -144,6 +140,19 @@ def become(uid: int, gid: int) -> None:
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
     _prctl(_PR_SET_KEEPCAPS, 0, 0, 0, 0)
+    # The kernel has emptied the effective set, without which `keep_only` cannot drop the bounding set.
+    _write(permitted())
+
+
+def unprivileged_user() -> tuple[int, int] | None:
+    """Return user and group of nobody, for `become`; None where this process is no root's, and stays what it is."""
+    if os.geteuid() != 0:
+        return None
+    try:
+        found = pwd.getpwnam("nobody")
+    except KeyError:
+        return 65534, 65534
+    return found.pw_uid, found.pw_gid
 
 
 def limit_capture(repository: str) -> frozenset[int]:
@@ -176,6 +185,23 @@ def limit_reader() -> frozenset[int]:
     leave_network()
     no_core_dumps()
     return keep_only(READER)
+
+
+def limit_sender(memory_bytes: int, wanted: Iterable[int] = READER) -> frozenset[int]:
+    """Limit the calling process, which talks to strangers over a network; return the remaining capabilities. OSError.
+
+    Root's becomes nobody where it may.
+
+    Args:
+        memory_bytes: private writable memory.
+        wanted: capabilities to keep; by default that to read, because the process's libraries may lie where only root looks.
+    """
+    limit_resources(memory_bytes, None)
+    user = unprivileged_user()
+    if user is not None and {Capability.SETUID, Capability.SETGID} <= permitted():
+        become(*user)
+    no_core_dumps()
+    return keep_only(wanted)
 
 
 def may_trace() -> bool:
@@ -223,6 +249,14 @@ def no_core_dumps() -> None:
     _prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
+def no_core_files() -> None:
+    """Keep the memory of this process (keys of a remote) out of core files, where a process that is not dumpable could do too little."""
+    # 1 byte: the kernel then also starts no handler of dumps, which 0 does not forbid (core(5), do_coredump in fs/coredump.c).
+    # The soft limit alone, which a program that is started from here can raise.
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (1 if hard else 0, hard))
+
+
 def leave_network() -> int:
     """Enter an empty network namespace; return 0, or the errno (it takes CAP_SYS_ADMIN, and no filter or limit against it)."""
     return ctypes.get_errno() if _libc.unshare(_CLONE_NEWNET) else 0
@@ -232,6 +266,16 @@ def _read() -> ctypes.Array[_Word]:
     sets = _Sets()
     _check(_libc.capget(ctypes.byref(_Header(_CAPABILITY_VERSION_3, 0)), sets))
     return sets
+
+
+def _write(wanted: Iterable[int]) -> None:
+    """Make these capabilities permitted and effective, and none inheritable; OSError if the thread may not have them."""
+    sets = _Sets()
+    for number in wanted:
+        word = sets[number // _WORD_BITS]
+        word.permitted |= 1 << number % _WORD_BITS
+        word.effective = word.permitted
+    _check(_libc.capset(ctypes.byref(_Header(_CAPABILITY_VERSION_3, 0)), sets))
 
 
 def _last_capability() -> int:

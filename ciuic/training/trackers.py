@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from ciuic.printable import one_line
 from ciuic.training.logs import log, warn_once
 from ciuic.training.results import SaveResult
 from ciuic.units import plural
@@ -33,6 +34,10 @@ _MAX_PAUSE_SECONDS: Final = 60.0
 FAILED: Final = "FAILED"
 """Verdict of a save of which there is no snapshot."""
 _UNJUDGED: Final = "UNKNOWN"
+_MAX_RUN_NAMES: Final = 8
+_MAX_RUN_BYTES: Final = 4096
+_MAX_ERROR_CHARACTERS: Final = 500
+"""Length of what the log has of an error, in which a client library quotes its server."""
 
 
 class Rejected(Exception):
@@ -132,9 +137,11 @@ class TrackerFeeds:
         for name, feed in self._feeds.items():
             # Whatever a tracker's own library raises: the save goes on without it.
             try:
-                run = {str(key): str(value) for key, value in feed.tracker.run().items() if value}
+                run = _run_to_store(feed.tracker.run())
             except Exception as error:
-                warn_once(f"{name} cannot name its run, so that nothing is logged to it: {error!r}")
+                warn_once(
+                    f"{name} cannot name its run, so that nothing is logged to it: {error!r:.{_MAX_ERROR_CHARACTERS}}"
+                )
                 continue
             if run.get("run"):
                 found[name] = run
@@ -158,6 +165,16 @@ class TrackerFeeds:
     def _tracked(self, result: SaveResult) -> TrackedSave:
         verdict = FAILED if result.id is None else self._verdicts.verdict_of(result.id)
         return TrackedSave(result, verdict, self._repository, self._training)
+
+
+def _run_to_store(found: Mapping[str, str]) -> dict[str, str]:
+    """Return a run as the snapshot stores it; ValueError for what only a server that lies gives as ids."""
+    run = {str(key): str(value) for key, value in found.items() if value}
+    # Encoded: a surrogate alone could not be stored.
+    longest = max((len(text.encode()) for text in (*run, *run.values())), default=0)
+    if len(run) > _MAX_RUN_NAMES or longest > _MAX_RUN_BYTES:
+        raise ValueError(f"expected at most {_MAX_RUN_NAMES} names of at most {_MAX_RUN_BYTES} bytes")
+    return run
 
 
 class _Verdicts:
@@ -296,5 +313,5 @@ class _Feed:
                 self.tracker.name,
                 what,
                 type(error).__name__,
-                error,
+                one_line(str(error))[:_MAX_ERROR_CHARACTERS],
             )

@@ -26,6 +26,7 @@ from ciuic.cli.shared.options import (
 from ciuic.cli.shared.output import Cell, Column, json_option, note, out, out_json, show_table
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError, Damaged, Unreachable, UsageError
+from ciuic.system.privileges import no_core_files
 from ciuic.units import human_duration, human_size, parse_duration
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ _SHOWN = 120
 @click.group("fleet", cls=FrameGroup)
 def command() -> None:
     """All hosts of a remote, from any machine that may read it (docs/remote.md)."""
+    # What follows has the keys of the remote in memory.
+    no_core_files()
 
 
 _host_option = click.option(

@@ -80,10 +80,12 @@ def open_named_remote(
         from ciuic.remote.errors import WrongKey
         from ciuic.remote.objects.model import NoSuchBucket, RemoteRefused, RemoteUnreachable
         from ciuic.remote.reading.opening import open_behind_deletions, open_remote_repository
+        from ciuic.system.privileges import no_core_files
     except ImportError as error:
         raise UsageError(
             f"remotes need a package that is not installed: {error}", hint=_INSTALL_HINT
         ) from None
+    no_core_files()
     config = configured_remote(url, remotes)
     settings = settings_of(config)
     secrets = configured_secrets(config)

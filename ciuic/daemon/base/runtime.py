@@ -92,8 +92,8 @@ class EventRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     roots: list[str] = []
     """Roots in which something happened that no snapshot has yet."""
-    cuts: list[float] = []
-    """Times of its snapshots in the last hour, in seconds since boot."""
+    cuts_by_root: dict[str, list[float]] = {}
+    """Times of its snapshots of each root in the last hour, in seconds since boot."""
 
 
 class EventRecords(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,15 +3,15 @@
 The overlay workers count what happens to the names of ``[[snapshot_when]]`` (fuse_layer/state/name_events.py); this task takes the
 counts every second, while there are rules. Guarantees: a burst gives one snapshot, cut when a rule's names have been quiet for two
 seconds, at most half a minute after the first; rules that are due together share a snapshot; a rule cuts no sooner than
-``least_between`` after its last one and no more than ``per_hour`` times an hour, and what has happened meanwhile is cut when it may
-again, by the daemon that follows where this one is killed. A worker that has died and was replaced counts from the daemon's next look on.
+``least_between`` after its last one of a root and no more than ``per_hour`` times an hour of it, and what has happened meanwhile is cut
+when it may again, by the daemon that follows where this one is killed. A worker that has died and was replaced counts from the daemon's next look on.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final
 
 import structlog
@@ -38,56 +38,60 @@ log = structlog.get_logger(__name__)
 
 
 class _RuleState:
-    """State of one rule: events since its last cut, and the times of its cuts."""
+    """State of one rule: events since the last cut of each root, and the times of its cuts."""
 
     def __init__(self, rule: SnapshotWhen) -> None:
         self.rule = rule
-        self.roots: set[str] = set()
-        """Roots in which it happened since the last cut."""
-        self._first = self._last = 0.0
-        self._hurries = False
-        self._cuts: deque[float] = deque()
+        self._pending: dict[str, tuple[float, float]] = {}
+        """Roots in which it happened since their last cut; times of the first and the last event."""
+        self._hurries: set[str] = set()
+        # By root: events that one user makes in his own must not use up the limits of another's.
+        self._cuts: defaultdict[str, deque[float]] = defaultdict(deque)
 
     def happened(self, root: str, now: float) -> None:
         """Note an event."""
-        if not self.roots:
-            self._first = now
-        self.roots.add(root)
-        self._last = now
+        self._pending[root] = self._pending.get(root, (now, now))[0], now
 
     def record(self) -> EventRecord:
         """Return what a successor must know."""
-        return EventRecord(roots=sorted(self.roots), cuts=list(self._cuts))
+        cuts = {root: list(times) for root, times in self._cuts.items() if times}
+        return EventRecord(roots=sorted(self._pending), cuts_by_root=cuts)
 
     def take_over(self, record: EventRecord, now: float) -> None:
         """Go on from what a predecessor knew; its events count from now on as if they had just happened."""
         for root in record.roots:
             self.happened(root, now)
-        self._cuts.extend(cut for cut in record.cuts if cut <= now)
+        for root, times in record.cuts_by_root.items():
+            self._cuts[root].extend(cut for cut in times if cut <= now)
 
-    def hurry(self) -> None:
+    def hurry(self, root: str) -> None:
         """Wait for no quiet: files are being removed, and those that are still there are not in any cut."""
-        self._hurries = True
+        if root in self._pending:
+            self._hurries.add(root)
 
-    def is_due(self, now: float) -> bool:
-        """Return whether a snapshot is to be cut now."""
-        if not self.roots or (
-            now - self._last < QUIET_SECONDS
-            and now - self._first < MAX_WAIT_SECONDS
-            and self.rule.name is not None
-            and not self._hurries
-        ):
-            return False
-        while self._cuts and now - self._cuts[0] >= _HOUR_SECONDS:
-            self._cuts.popleft()
-        if self._cuts and now - self._cuts[-1] < self.rule.least_between_seconds:
-            return False
-        return len(self._cuts) < self.rule.per_hour
+    def due(self, now: float, roots: Iterable[str]) -> set[str]:
+        """Return those of the roots of which a snapshot is to be cut now."""
+        found = {root for root in roots if root in self._pending and self._may_cut(root, now)}
+        if not found or self.rule.name is None or self._hurries & found:
+            return found
+        first = min(self._pending[root][0] for root in found)
+        last = max(self._pending[root][1] for root in found)
+        return set() if now - last < QUIET_SECONDS and now - first < MAX_WAIT_SECONDS else found
 
-    def cut(self, now: float) -> None:
-        """Note a cut, which has all that has happened."""
-        self.roots, self._hurries = set(), False
-        self._cuts.append(now)
+    def _may_cut(self, root: str, now: float) -> bool:
+        cuts = self._cuts[root]
+        while cuts and now - cuts[0] >= _HOUR_SECONDS:
+            cuts.popleft()
+        return len(cuts) < self.rule.per_hour and not (
+            cuts and now - cuts[-1] < self.rule.least_between_seconds
+        )
+
+    def cut(self, roots: Iterable[str], now: float) -> None:
+        """Note a cut of these roots, which has all that has happened in them."""
+        for root in roots:
+            self._hurries.discard(root)
+            if self._pending.pop(root, None):
+                self._cuts[root].append(now)
 
 
 class EventSnapshots:
@@ -186,7 +190,7 @@ class EventSnapshots:
                 state.happened(path, now)
         for state, count in zip(named, found.lost, strict=False):
             if count:
-                state.hurry()
+                state.hurry(path)
                 self._tell_lost(path, state.rule, count)
         epoch, since = self._epochs.get(path, (-1, now))
         if epoch != found.epoch:
@@ -209,13 +213,12 @@ class EventSnapshots:
         )
 
     async def _cut(self, now: float) -> None:
-        due = [state for state in self._states if state.is_due(now)]
-        roots = sorted({path for state in due for path in state.roots} & self._roots().keys())
+        due = {number: state.due(now, self._roots()) for number, state in enumerate(self._states)}
+        roots = sorted(set().union(*due.values()))
         if not roots:
             return
-        request = SnapshotRequest(
-            roots=roots, message=", ".join(str(state.rule) for state in due), tags=[TAG_EVENT]
-        )
+        rules = [str(state.rule) for number, state in enumerate(self._states) if due[number]]
+        request = SnapshotRequest(roots=roots, message=", ".join(rules), tags=[TAG_EVENT])
         try:
             await self._take(request)
         except CiuicError as error:
@@ -228,5 +231,5 @@ class EventSnapshots:
             if path not in self._lost:
                 self._alerts.clear(f"lost:{path}")
         self._lost = set()
-        for state in due:
-            state.cut(now)
+        for number, state in enumerate(self._states):
+            state.cut(due[number], now)

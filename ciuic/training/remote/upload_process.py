@@ -24,6 +24,7 @@ from ciuic.errors import CiuicError
 from ciuic.remote.replication import read_status, run
 from ciuic.repository import Repository
 from ciuic.structs import decode_json
+from ciuic.system.privileges import no_core_files
 from ciuic.training.remote.uploads import LOG_NAME, UploadLock, UploadOrder, labels_of, record_of, state_dir
 
 _POLL_SECONDS: Final = 0.5
@@ -37,6 +38,7 @@ _TRY_SECONDS: Final = 0.05
 
 def main(save_dir: str, order: UploadOrder) -> None:
     """Upload until nobody saves here any more and the remote has everything."""
+    no_core_files()
     urgent_nice = os.getpriority(os.PRIO_PROCESS, 0)
     with suppress(OSError):
         os.nice(_NICE)

@@ -12,6 +12,7 @@ from typing import Final
 import click
 
 from ciuic.cli.shared.options import FrameGroup
+from ciuic.system.privileges import no_core_files
 
 _COMMANDS: Final = {
     "init": "init_join.init",
@@ -48,3 +49,5 @@ class RemoteGroup(FrameGroup):
 @click.group("remote", cls=RemoteGroup)
 def command() -> None:
     """Copies of the snapshots on an object store or another machine's disk (docs/remote.md)."""
+    # What follows has the keys of the remote in memory.
+    no_core_files()

@@ -77,9 +77,10 @@ def _serve(session: Session, config: Config, directory: Path, listen: str | None
     import trio
 
     from ciuic.cli.commands.web.jobs import FrontJob
-    from ciuic.cli.commands.web.serving import WEB_SOCKET, Page, run_as
+    from ciuic.cli.commands.web.serving import WEB_SOCKET, Page
     from ciuic.system import logs
     from ciuic.system.child_process import module_command
+    from ciuic.system.privileges import unprivileged_user
     from ciuic.verdicts.records import read_key
 
     is_remote = session.remote_url is not None
@@ -108,7 +109,7 @@ def _serve(session: Session, config: Config, directory: Path, listen: str | None
         gids=_group_ids(config.control.group),
         proxy_uid=None if config.web.proxy_user is None else _user_id(config.web.proxy_user),
         user_header=config.web.user_header,
-        run_as=run_as(),
+        run_as=unprivileged_user(),
     )
     secrets = {
         name: value for name, value in os.environ.items() if is_remote and name.startswith("CIUIC_REMOTE_")

@@ -7,7 +7,6 @@ service is stopped are waited for.
 from __future__ import annotations
 
 import os
-import pwd
 import signal
 import socket
 import subprocess
@@ -34,17 +33,6 @@ _RESTART_SECONDS: Final = 1.0
 _STOP_SECONDS: Final = 5.0
 _ACTIONS_SECONDS: Final = 80.0
 log = structlog.get_logger(__name__)
-
-
-def run_as() -> tuple[int, int] | None:
-    """Return the user and group of the front; None where this process is no root's, and it stays what it is."""
-    if os.geteuid() != 0:
-        return None
-    try:
-        found = pwd.getpwnam("nobody")
-    except KeyError:
-        return 65534, 65534
-    return found.pw_uid, found.pw_gid
 
 
 def unix_listener(

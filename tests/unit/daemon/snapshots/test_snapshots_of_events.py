@@ -97,6 +97,17 @@ def test_limits_of_a_rule_delay_and_lose_nothing() -> None:
     assert [site.at(3601), site.at(3602)] == [2, 3]
 
 
+def test_events_in_one_root_use_up_no_limit_of_another() -> None:
+    """The owner of a root who makes events all the time delays the snapshot of another root by the burst's limit at most."""
+    site = _Site(SnapshotWhen(appears="DONE", least_between_seconds=60, per_hour=2))
+    for now in range(400):
+        site.at(now, a=(1,))
+    assert [request.roots for request in site.taken] == [["/a"]] * 2
+    for now in range(400, 400 + int(MAX_WAIT_SECONDS) + 1):
+        site.at(now, a=(1,), b=(int(now == 400),))
+    assert site.taken[-1].roots == ["/b"]
+
+
 def test_a_killed_daemons_events_and_limits_are_its_successors() -> None:
     """What was counted before it was killed is cut, and neither spacing nor the hour begins anew; another boot begins with nothing."""
     site = _Site(SnapshotWhen(appears="DONE", least_between_seconds=60, per_hour=2))
@@ -104,7 +115,7 @@ def test_a_killed_daemons_events_and_limits_are_its_successors() -> None:
     site.restart()
     assert [site.at(101), site.at(103)] == [0, 1]
     assert site.taken[0].roots == ["/a"]
-    site.at(110, b=(1,))
+    site.at(110, a=(1,))
     site.restart()
     assert [site.at(130), site.at(162), site.at(163)] == [1, 1, 2]
     site.at(300, a=(1,))
