@@ -22,7 +22,8 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -93,6 +94,8 @@ def _writer_at_work(repository: Repository) -> bool:
 _MAX_WHOLE_BYTES = 1 << 30
 # Chunks of a task: enough that handing it over costs little beside reading them.
 _BATCH_CHUNKS = 256
+# Snapshots that `verify_each` reads at once: each waits for a store most of the time.
+_AT_ONCE: Final = 8
 # Ids in the reason of another chunk's damage: the bases that it is stored as a difference from.
 _CHUNK = re.compile(r"(?<=chunk )[0-9a-f]{32}")
 
@@ -169,6 +172,33 @@ def verify_snapshots(
     return Verification(repository, checksum, progress).run(ids)
 
 
+def verify_each(
+    repository: Repository, ids: Collection[SnapshotId], *, checksum: bool = False
+) -> Iterator[tuple[SnapshotId, VerifyResult | CiuicError]]:
+    """Verify snapshots each for itself, a few at a time, and yield the result of each, or the error that ended it; in any order.
+
+    The packs are listed once for all. With ``checksum`` every byte that they need is read, and no other: this is no scrub.
+    """
+    sizes = repository.pack_sizes() if ids else {}
+
+    def verified(id_: SnapshotId) -> VerifyResult | CiuicError:
+        # Of its own: what it remembers of trees goes with it.
+        with closing(repository.reopen()) as own:
+            try:
+                return Verification(own, checksum, None, pack_sizes=sizes).run([id_])
+            except CiuicError as error:
+                # The others may be sound.
+                return error
+
+    pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="verify")
+    try:
+        futures = {pool.submit(verified, id_): id_ for id_ in ids}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
 class Verification:
     """A verification: first find bad chunks, then name the files that they belong to. `verify_slice` does it in parts."""
 
@@ -178,8 +208,12 @@ class Verification:
         checksum: bool,
         progress: Callable[[VerifyProgress], None] | None,
         between: Callable[[], None] = lambda: None,
+        *,
+        pack_sizes: Mapping[int, int] | None = None,
     ) -> None:
+        """Take the repository; with ``pack_sizes``, as the caller has listed them, nothing but the content of snapshots is read."""
         self._between = between
+        self._listed = pack_sizes
         self.repository = repository
         self.result = VerifyResult(checksum=checksum)
         self._progress = progress
@@ -192,7 +226,7 @@ class Verification:
         """Chunks to be read, each with the length that it must have."""
         self._sought: list[tuple[ChunkId, int]] = []
         """Chunks to be looked up, likewise."""
-        self._pack_bytes: dict[int, int] = {}
+        self._pack_bytes: Mapping[int, int] = {}
         self._index_covers_all = False
         self._files: dict[ChunkId, str] = {}
         """Pack file of each bad chunk that was searched for; empty if none was found."""
@@ -202,10 +236,13 @@ class Verification:
         snapshots = self._load(
             self.repository.snapshots.ids() if ids is None else ids, are_named=ids is not None
         )
-        if self.result.checksum or ids is None:
+        whole = self._listed is None and (self.result.checksum or ids is None)
+        if whole:
             self._verify_repository_files()
-        scrubbed = self.result.checksum and (
-            ids is None or self.repository.stored_bytes() <= _MAX_WHOLE_BYTES
+        scrubbed = (
+            whole
+            and self.result.checksum
+            and (ids is None or self.repository.stored_bytes() <= _MAX_WHOLE_BYTES)
         )
         if scrubbed:
             self._scrub()
@@ -317,7 +354,7 @@ class Verification:
     ) -> None:
         # Fingerprints take 11 to 16 bytes an id instead of 98; one false "seen" in 10^12 leaves a chunk unverified.
         walker = Walker(self.repository, seen_data=ChunkSet())
-        self._pack_bytes = self.repository.pack_sizes()
+        self._pack_bytes = self.repository.pack_sizes() if self._listed is None else self._listed
         if read:
             self._bytes_total = sum(snapshot.size_bytes for snapshot in snapshots)
         pool = Pool(self.repository)

@@ -483,10 +483,7 @@ def verify(place: str, hosts: tuple[str, ...], checksum: bool, as_json: bool) ->
         session.remote.read_anew()
     else:
         session.remote.read_manifests_anew()
-    results = {
-        info.id: _verified(session, info.id, checksum)
-        for info in {one.info.id: one.info for one in newest}.values()
-    }
+    results = _verified(session, {one.info.id for one in newest}, checksum)
     if as_json:
         out_json(
             {
@@ -510,15 +507,20 @@ def verify(place: str, hosts: tuple[str, ...], checksum: bool, as_json: bool) ->
     return max(codes + [Damaged.exit_code] * bool(unreadable), default=0)
 
 
-def _verified(session: Session, id_: SnapshotId, checksum: bool) -> VerifyResult | CiuicError:
-    from ciuic.maintenance.verify import verify_snapshots
+def _verified(
+    session: Session, wanted: set[SnapshotId], checksum: bool
+) -> dict[SnapshotId, VerifyResult | CiuicError]:
+    from ciuic.cli.shared.progress import progress
+    from ciuic.maintenance.verify import verify_each
 
-    try:
-        with verify_command.reporting() as report:
-            return verify_snapshots(session.repository_of(id_), [id_], checksum=checksum, progress=report)
-    except CiuicError as error:
-        # The others may be sound.
-        return error
+    results: dict[SnapshotId, VerifyResult | CiuicError] = {}
+    with progress("verify") as reporter:
+        for repository in session.repositories:
+            ids = wanted.intersection(repository.snapshots.names())
+            for id_, result in verify_each(repository, ids, checksum=checksum):
+                results[id_] = result
+                reporter.step("snapshots", len(results), len(wanted))
+    return results
 
 
 def _unreadable(session: Session) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -16,15 +17,16 @@ from support.remote_host import RemoteHost, flip_object, new_remote, reading
 from support.restoring import write
 from support.stored import store
 
-from ciuic.errors import NotFound, UsageError
-from ciuic.maintenance.verify import verify_snapshots
+from ciuic.errors import CiuicError, NotFound, UsageError
+from ciuic.maintenance.verify import VerifyResult, verify_each, verify_snapshots
 from ciuic.remote.access import Remote
 from ciuic.remote.documents import encode_repository
-from ciuic.remote.object_names import LOGS_PREFIX, MANIFESTS_PREFIX, space_json
+from ciuic.remote.object_names import LOGS_PREFIX, MANIFESTS_PREFIX, PACKS_PREFIX, space_json
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import ObjectInfo, Objects
 from ciuic.repository.identity import Identity
 from ciuic.restore import execute, plan_restore
+from ciuic.types import SnapshotId
 
 
 @pytest.fixture
@@ -205,3 +207,51 @@ def test_repositories_with_their_own_identity_are_read_too(remote: Remote, tmp_p
         )
         assert execute(plan).complete
     trees.assert_same(manifest, trees.manifest(there / "root"))
+
+
+class CountingLists:
+    """Objects that count listings by their prefix."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self.counts: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._objects, name)
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        self.counts[prefix] += 1
+        return self._objects.list(prefix, after=after)
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_many_snapshots_are_verified_each_for_itself_by_one_listing(
+    remote: Remote, tmp_path: Path, checksum: bool
+) -> None:
+    """Damage is told of the snapshot that has it alone, and packs are listed as often for eight hosts as for one."""
+    for number in range(1, 9):
+        stored_host(tmp_path, remote, f"host-{number}", number)
+    counting = CountingLists(remote.objects)
+    counted = remote._replace(objects=cast(Objects, counting))
+    lists = []
+    for ids in ({"cs-000001"}, {f"cs-00000{number}" for number in range(1, 9)}):
+        with reading(counted, tmp_path / f"cache-{len(ids)}") as opened:
+            (repository,) = opened.repositories
+            counting.counts.clear()
+            results = dict(verify_each(repository, [SnapshotId(id_) for id_ in ids], checksum=checksum))
+        assert results.keys() == ids
+        assert not any(cast(VerifyResult, one).damaged for one in results.values())
+        lists.append(counting.counts.copy())
+    assert lists[0] == lists[1]
+    assert sum(lists[1].values())
+    packs = {info.name for info in remote.objects.list(PACKS_PREFIX)}
+    stored_host(tmp_path, remote, "ill", 9)
+    for name in {info.name for info in remote.objects.list(PACKS_PREFIX)} - packs:
+        flip_object(remote.objects, name, 200)
+    with reading(remote, tmp_path / "cache-ill") as opened:
+        (repository,) = opened.repositories
+        opened.read_anew()
+        results = dict(verify_each(repository, sorted(repository.snapshots.names()), checksum=True))  # type: ignore[arg-type]
+    assert {id_ for id_, one in results.items() if isinstance(one, CiuicError) or one.damaged} == {
+        "cs-000009"
+    }
