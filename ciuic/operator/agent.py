@@ -115,6 +115,10 @@ class LocalDaemon:
     def reload(self) -> None:
         self._client.reload()
 
+    def answer(self) -> None:
+        """Return when the daemon has answered. CiuicError."""
+        self._client.status()
+
 
 class Agent:
     """The agent of one node."""
@@ -157,7 +161,16 @@ class Agent:
             if (task := self._running.pop(uid, None)) is not None:
                 task.cancel()
         elif uid not in self._running:
+            # It stays until the part is seen to have ended: events of before its last step may still come.
             self._running[uid] = asyncio.create_task(self._carry_out(body, dict(part)))
+            self._running[uid].add_done_callback(lambda task: self._ended(uid, task))
+
+    def _ended(self, uid: str, task: asyncio.Task[None]) -> None:
+        """Forget a part that ended by a defect: the next event of it begins it again."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("part_not_carried_out", uid=uid, error=repr(error))
+            if self._running.get(uid) is task:
+                del self._running[uid]
 
     async def _carry_out(self, body: Body, part: dict[str, Any]) -> None:
         """Take the part to its end. What may pass is tried again, until the controller gives the part up."""

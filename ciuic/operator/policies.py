@@ -20,6 +20,12 @@ from ciuic.config.load import check_text
 from ciuic.config.toml_source import quote
 from ciuic.errors import ConfigError
 
+HEALTH_PORT: Final = 9848
+"""Port at which agents and controller answer the probes of kubelet."""
+ALIVE: Final = "/healthz"
+"""Path of the probe that the event loop of the process answers."""
+READY: Final = "/readyz"
+"""Path of an agent's probe that the daemon of its node answers, too."""
 GROUP: Final = "ciuic.io"
 VERSION: Final = "v1alpha1"
 OPERATOR_LABEL: Final = "app.kubernetes.io/managed-by"
@@ -244,11 +250,11 @@ def _pod(name: str, spec: Mapping[str, Any], installation: Installation) -> dict
             "command": ["ciuic", "daemon"],
             # FUSE, and mounts that the node sees.
             "securityContext": {"privileged": True},
-            "readinessProbe": {
-                "exec": {"command": ["ciuic", "status", "--json"]},
-                "periodSeconds": 10,
-                "timeoutSeconds": 10,
-            },
+            # Asked of the agent, which asks the daemon: a program for each probe would cost each node a hundredth of a processor.
+            # No liveness probe, and no limit of memory: with this container the overlays below running jobs would end.
+            "readinessProbe": _probe(READY),
+            "resources": {"requests": {"cpu": "50m", "memory": "256Mi"}},
+            "terminationMessagePolicy": "FallbackToLogsOnError",
             "volumeMounts": [
                 configuration,
                 runtime,
@@ -268,6 +274,9 @@ def _pod(name: str, spec: Mapping[str, Any], installation: Installation) -> dict
             "command": ["ciuic-operator", "agent"],
             "env": [{"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}],
             "securityContext": _UNPRIVILEGED,
+            "ports": [{"name": "health", "containerPort": HEALTH_PORT}],
+            "livenessProbe": _probe(ALIVE),
+            "terminationMessagePolicy": "FallbackToLogsOnError",
             "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
             "volumeMounts": [
                 *copied,
@@ -286,6 +295,7 @@ def _pod(name: str, spec: Mapping[str, Any], installation: Installation) -> dict
                 "command": ["ciuic", "remote", "upload"],
                 **({"envFrom": [{"secretRef": {"name": secret}}]} if secret else {}),
                 "securityContext": _UNPRIVILEGED,
+                "terminationMessagePolicy": "FallbackToLogsOnError",
                 "resources": {"requests": {"cpu": "10m", "memory": "128Mi"}, "limits": {"memory": "512Mi"}},
                 "volumeMounts": [configuration, {**stored, "readOnly": True}, upload, *key],
             }
@@ -359,6 +369,10 @@ def mounted_for(root: str) -> str:
 def _directory(name: str, path: str, *, make: bool) -> dict[str, Any]:
     kind = "DirectoryOrCreate" if make else "Directory"
     return {"name": name, "hostPath": {"path": path, "type": kind}}
+
+
+def _probe(path: str) -> dict[str, Any]:
+    return {"httpGet": {"path": path, "port": HEALTH_PORT}, "periodSeconds": 10, "timeoutSeconds": 6}
 
 
 def _mount(name: str, path: str, *, read_only: bool = False) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """``ciuic-operator``: the controller of a cluster; ``agent``: the agent of a node; ``configure``: copy its configuration (docs/kubernetes.md).
 
-Environment of the controller: POD_NAMESPACE, POD_NAME, CIUIC_IMAGE, CIUIC_IMAGE_PULL_POLICY. Of the agent: NODE_NAME.
+Environment of the controller: POD_NAMESPACE, POD_NAME, CIUIC_IMAGE, CIUIC_IMAGE_PULL_POLICY. Of the agent: NODE_NAME. Of both: CIUIC_HEALTH_PORT
+(9848; 0: any that is free), at which they answer probes.
 
 Exit codes: 0 after SIGTERM, 2 for a wrong environment, 5 where the API cannot be reached, 75 when the lease of the leader was lost, after which
 the pod's restart competes for it anew.
@@ -63,14 +64,15 @@ async def run_controller() -> int:
     """Wait for the lease, act while it is held, and give it back after SIGTERM; return the exit code."""
     from ciuic.operator.api import Api, LeaderLease
     from ciuic.operator.controller import Controller
-    from ciuic.operator.policies import Installation
+    from ciuic.operator.health import alive, serving_health
+    from ciuic.operator.policies import ALIVE, Installation
 
     namespace = _needed("POD_NAMESPACE")
     installation = Installation(
         namespace, _needed("CIUIC_IMAGE"), os.environ.get("CIUIC_IMAGE_PULL_POLICY", "IfNotPresent")
     )
     stop = _stop_on_signals()
-    async with Api() as api:
+    async with Api() as api, serving_health({ALIVE: alive}, _health_port()):
         lease = LeaderLease(api, namespace, _needed("POD_NAME"))
         acquiring, stopping = asyncio.create_task(lease.acquire()), asyncio.create_task(stop.wait())
         await asyncio.wait((acquiring, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -97,9 +99,13 @@ async def run_agent() -> int:
     """Carry out the requests of this node until SIGTERM; return the exit code."""
     from ciuic.operator.agent import Agent, LocalDaemon
     from ciuic.operator.api import Api
+    from ciuic.operator.health import alive, serving_health
+    from ciuic.operator.policies import ALIVE, READY
 
-    async with Api() as api:
-        agent = Agent(api, _needed("NODE_NAME"), LocalDaemon(), configuration=_configuration())
+    daemon = LocalDaemon()
+    checks = {ALIVE: alive, READY: lambda: asyncio.to_thread(daemon.answer)}
+    async with Api() as api, serving_health(checks, _health_port()):
+        agent = Agent(api, _needed("NODE_NAME"), daemon, configuration=_configuration())
         await agent.run(_stop_on_signals())
     return 0
 
@@ -109,6 +115,12 @@ def _configuration() -> tuple[Path, Path]:
     from ciuic.operator.policies import CONFIG_DIR, CONFIG_FILE, CONFIG_MAP_DIR
 
     return Path(CONFIG_MAP_DIR, CONFIG_FILE), Path(CONFIG_DIR, CONFIG_FILE)
+
+
+def _health_port() -> int:
+    from ciuic.operator.policies import HEALTH_PORT
+
+    return int(os.environ.get("CIUIC_HEALTH_PORT", HEALTH_PORT))
 
 
 def _needed(name: str) -> str:

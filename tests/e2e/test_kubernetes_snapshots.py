@@ -385,7 +385,11 @@ def test_the_program_leads_gives_the_lease_back_and_ends_when_it_is_lost(
         "metadata": {"name": "p"},
         "spec": {"roots": [{"path": "/data"}]},
     }
-    variables = {"POD_NAMESPACE": NAMESPACE, "CIUIC_IMAGE": "registry.example/ciuic:1"}
+    variables = {
+        "POD_NAMESPACE": NAMESPACE,
+        "CIUIC_IMAGE": "registry.example/ciuic:1",
+        "CIUIC_HEALTH_PORT": "0",
+    }
 
     async def start(name: str) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(

@@ -20,8 +20,12 @@ MEMBERS: Final = ("a", "b", "c", "d")
 class DaemonHosts:
     """Hosts that share one remote; a context manager that leaves nothing running."""
 
-    def __init__(self, place: Path, url: str, networks: HostNetworks) -> None:
+    def __init__(
+        self, place: Path, url: str, networks: HostNetworks, *, repository_bytes: int | None = None
+    ) -> None:
+        """Prepare; with ``repository_bytes`` the repository of each has a file system of its own, of that size."""
         self._place, self._url, self._networks = place, url, networks
+        self._repository_bytes = repository_bytes
         self._closing = ExitStack()
         self._uploaders: list[subprocess.Popen[bytes] | None] = [None] * len(MEMBERS)
         self.hosts: list[Host] = []
@@ -37,7 +41,19 @@ class DaemonHosts:
                 root.mkdir(parents=True)
                 remote = f'[remote]\nurl = "{self._url}"\nkey_file = "{key}"\n'
                 prefix = self._networks.command(at)
-                live = closing.enter_context(Live(place, more_config=remote, prefix=prefix))
+                repository = None
+                if self._repository_bytes is not None:
+                    (store := place / "store").mkdir()
+                    subprocess.run(
+                        ["mount", "-t", "tmpfs", "-o", f"size={self._repository_bytes}", "tmpfs", store],
+                        check=True,
+                    )
+                    # A daemon's end takes away what is mounted below its place; without one it stays.
+                    closing.callback(_unmount, store)
+                    repository = store / "repository"
+                live = closing.enter_context(
+                    Live(place, more_config=remote, prefix=prefix, repository=repository)
+                )
                 self.hosts.append(Host(name, MEMBERS, live, root, prefix))
             self.hosts[0].live.run("remote", "init")
             for at, host in enumerate(self.hosts):
@@ -84,3 +100,8 @@ class DaemonHosts:
                         stdout=log,
                         stderr=log,
                     )
+
+
+def _unmount(path: Path) -> None:
+    if os.path.ismount(path):
+        subprocess.run(["umount", "-l", path], check=True, timeout=30)

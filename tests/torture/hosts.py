@@ -31,7 +31,6 @@ from support.host_networks import HostNetworks
 from support.object_servers import SeaweedFS, weed_program
 from support.until import until
 from torture.figure import Figure
-from torture.hosts_sets import Round, SetsTrial
 
 from ciuic.errors import CiuicError
 from ciuic.repository import Repository
@@ -44,7 +43,6 @@ _EVERY_STEPS = 5
 _STEPS = 120
 _ROOT = b"/training"
 _MAX_HOSTS = 4
-_SETS_SHARE = 0.3
 _CUT_SECONDS = (0.3, 6.0)
 _GLOO_SECONDS = 12.0
 
@@ -359,8 +357,7 @@ def run(seconds: float, seed: int) -> list[Figure]:
         store.start()
         os.environ.update(store.environment())
         with DaemonHosts(top / "daemons", store.new_url(), networks) as daemons:
-            figures = _run(top, store, networks, daemons, seconds * (1 - _SETS_SHARE), seed)
-            return figures + _run_sets(daemons, networks, seconds * _SETS_SHARE, seed)
+            return _run(top, store, networks, daemons, seconds, seed)
     finally:
         store.stop()
 
@@ -418,27 +415,4 @@ def _run(
         Figure("largest loss in steps", max(lost, default=0)),
         Figure("runs that lost a host before anything was uploaded, and said so", none_whole),
         Figure("such runs that resumed the newest whole set each time, to the bit", runs, tuple(failures)),
-    ]
-
-
-def _run_sets(daemons: DaemonHosts, networks: HostNetworks, seconds: float, seed: int) -> list[Figure]:
-    until = time.monotonic() + seconds
-    rounds: list[Round] = []
-    trial = SetsTrial(daemons, networks, random.Random(seed))
-    while not rounds or time.monotonic() < until:
-        rounds.append(trial.strike())
-        sys.stdout.write(f"{rounds[-1]}\n")
-        sys.stdout.flush()
-    failures = [f"{one.disaster}: {problem}" for one in rounds for problem in one.problems]
-    disasters = Counter(one.disaster for one in rounds)
-    return [
-        Figure("sets of four daemons with disasters", len(rounds), tuple(failures)),
-        *(Figure(f"of these: {disaster}", count) for disaster, count in sorted(disasters.items())),
-        Figure("of these: whole", sum(one.members == _MAX_HOSTS for one in rounds)),
-        Figure("of these: none", sum(one.members == 0 for one in rounds)),
-        Figure(
-            "of these: cut where a host was lost after it was ready",
-            sum(0 < one.members < _MAX_HOSTS for one in rounds),
-        ),
-        Figure("longest write in milliseconds", round(1000 * max(one.longest_seconds for one in rounds))),
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -16,8 +18,8 @@ import yaml
 from support.late_modules import LateModule
 
 from ciuic.config.load import parse_config
-from ciuic.errors import ConfigError
-from ciuic.operator.policies import configuration_of, objects_of, parents_of
+from ciuic.errors import CiuicError, ConfigError
+from ciuic.operator.policies import ALIVE, HEALTH_PORT, READY, configuration_of, objects_of, parents_of
 
 CHECKOUT = Path(__file__).parents[3]
 CHART = CHECKOUT / "etc/kubernetes/chart"
@@ -188,3 +190,65 @@ def test_a_policy_that_the_daemon_would_refuse_is_refused(change: dict[str, Any]
     """What the schema cannot say is said by the daemon's own reading of the configuration."""
     with pytest.raises(ConfigError, match=re.escape(message)):
         configuration_of(change)
+
+
+def test_probes_start_no_program_and_end_no_overlay() -> None:
+    """Probes are requests to ports that are open, of controller and agents; what serves overlays is never ended for a probe or its memory."""
+    _, daemons = objects_of(POLICY, kubernetes_api.INSTALLATION)
+    operator = next(one for one in kubernetes_api.rendered() if one["kind"] == "Deployment")
+    pods = [one["spec"]["template"]["spec"] for one in (daemons, operator)]
+    containers = {one["name"]: one for pod in pods for one in pod["containers"]}
+    assert "livenessProbe" not in containers["daemon"]
+    assert "limits" not in containers["daemon"]["resources"]
+    for name in ("agent", "operator"):
+        ports = {one["name"]: one["containerPort"] for one in containers[name]["ports"]}
+        probes = [
+            containers[name][one] for one in ("livenessProbe", "readinessProbe") if one in containers[name]
+        ]
+        assert {ports.get(one["httpGet"]["port"], one["httpGet"]["port"]) for one in probes} == {HEALTH_PORT}
+        assert "memory" in containers[name]["resources"]["limits"]
+    assert containers["daemon"]["readinessProbe"]["httpGet"] == {"path": READY, "port": HEALTH_PORT}
+    assert {
+        one["livenessProbe"]["httpGet"]["path"] for one in containers.values() if "livenessProbe" in one
+    } == {ALIVE}
+
+
+def test_a_probe_says_what_is_wrong_and_one_check_serves_all_who_ask() -> None:
+    """Status 200 while a check returns, 503 with its words where it raises; callers at one time share it."""
+    health: Any = importlib.import_module("ciuic.operator.health")
+    aiohttp: Any = importlib.import_module("aiohttp")
+    flaws: list[str] = []
+    checks = 0
+
+    async def check() -> None:
+        nonlocal checks
+        checks += 1
+        begun.set()
+        await gate.wait()
+        if flaws:
+            raise CiuicError(flaws[0])
+
+    async def run() -> None:
+        nonlocal gate, begun
+        gate, begun = asyncio.Event(), asyncio.Event()
+        async with (
+            health.serving_health({ALIVE: health.alive, READY: check}, 0) as ports,
+            aiohttp.ClientSession(f"http://localhost:{ports[0]}") as client,
+        ):
+
+            async def ask(path: str) -> tuple[int, str]:
+                async with client.get(path) as answer:
+                    return answer.status, await answer.text()
+
+            asked = [asyncio.create_task(ask(READY)) for _ in range(20)]
+            assert (await ask(ALIVE))[0] == 200
+            await begun.wait()
+            gate.set()
+            assert {status for status, _ in await asyncio.gather(*asked)} == {200}
+            assert checks <= 2
+            flaws.append("the daemon is not running")
+            assert await ask(READY) == (503, "the daemon is not running\n")
+            assert (await ask("/other"))[0] == 404
+
+    gate, begun = asyncio.Event(), asyncio.Event()
+    asyncio.run(run())
