@@ -2,9 +2,9 @@
 
 Guarantees:
 
-* Nobody is let in by a network address. Over the Unix socket the kernel says who calls; root, the user that runs ciuic and the members
-  of `control.group` are let in. Over TCP a session is needed, which begins with a one-time link that one of those has asked for.
-* A name in a proxy's header counts only on connections of `web.proxy_user` over the Unix socket.
+* Nobody is let in by a network address. Over the Unix socket the kernel says who calls, and so which right they have (`rights`). Over TCP a
+  session is needed, which begins with a one-time link that one of those has asked for, and has the right that they had then.
+* A name in a proxy's header counts only on connections of `web.proxy_user` over the Unix socket, and gives the right of that user.
 * A request must name this host (`Host`), so that a name of the web that leads here gets no answer (DNS rebinding), and must not be made
   by another site's page (`Sec-Fetch-Site`, `Origin`). What changes something needs a token of the session as well, in the form.
 * Secrets are random, compared in constant time and kept as digests; a link works once and for five minutes, a session for twelve hours
@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from ciuic.cli.commands.web.rights import ROOT_ALONE, Admission, Right
 from ciuic.errors import CiuicError, NotPermitted, UsageError
 from ciuic.protocol.http_server import Request
 from ciuic.protocol.peer_socket import Caller
@@ -52,6 +53,7 @@ class Person(NamedTuple):
     name: str
     csrf: str
     """Token that their forms carry."""
+    right: Right
     has_session: bool
     """True if they came by a link, False if the kernel or a proxy says who they are."""
 
@@ -60,6 +62,7 @@ class Person(NamedTuple):
 class _Session:
     name: str
     csrf: str
+    right: Right
     is_secure: bool
     began: float
     seen: float = field(default=0.0)
@@ -68,6 +71,7 @@ class _Session:
 @dataclass
 class _Link:
     name: str
+    right: Right
     until: float
 
 
@@ -76,8 +80,7 @@ class Access:
 
     Args:
         hosts: Names of this host beside localhost and addresses, as `web.hosts` has them.
-        uids: Users that the Unix socket lets in.
-        gids: Groups that it lets in.
+        admission: Who the Unix socket lets in, with which right.
         proxy_uid: User whose `user_header` is believed; None for nobody.
         user_header: Name of the header, in small letters.
         now: Monotonic clock, in seconds.
@@ -87,15 +90,13 @@ class Access:
         self,
         *,
         hosts: Collection[str] = (),
-        uids: Collection[int] = (0,),
-        gids: Collection[int] = (),
+        admission: Admission = ROOT_ALONE,
         proxy_uid: int | None = None,
         user_header: str = "",
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._hosts = frozenset(host.lower() for host in hosts)
-        self._uids = frozenset(uids)
-        self._gids = frozenset(gids)
+        self._admission = admission
         self._proxy_uid = proxy_uid
         self._user_header = user_header.lower()
         self._now = now
@@ -144,35 +145,25 @@ class Access:
         """Return who makes a request; None for somebody who is not let in."""
         session = self._session(request)
         if session is not None:
-            return Person(session.name, session.csrf, has_session=True)
+            return Person(session.name, session.csrf, session.right, has_session=True)
+        return self._by_kernel(request.caller, request.headers)
+
+    def may_ask_for_links(self, request: Request) -> Person | None:
+        """Return a caller of the Unix socket who may ask for a login link; None for all others, the proxy's user included."""
         caller = request.caller
-        if caller is None:
+        return None if caller is None or caller.uid == self._proxy_uid else self._by_kernel(caller, {})
+
+    def _by_kernel(self, caller: Caller | None, headers: Mapping[str, str]) -> Person | None:
+        right = Right.NONE if caller is None else self._admission.right_of(caller)
+        if caller is None or right is Right.NONE:
             return None
+        name = user_name(caller.uid)
         if caller.uid == self._proxy_uid:
-            return self._by_proxy(request.headers)
-        if self._admits(caller):
-            return self._without_session(user_name(caller.uid))
-        return None
-
-    def may_ask_for_links(self, request: Request) -> str | None:
-        """Return the name of a caller of the Unix socket who may ask for a login link; None for all others."""
-        caller = request.caller
-        if caller is None or caller.uid == self._proxy_uid or not self._admits(caller):
-            return None
-        return user_name(caller.uid)
-
-    def _admits(self, caller: Caller) -> bool:
-        return caller.uid in self._uids or not self._gids.isdisjoint(caller.groups)
-
-    def _by_proxy(self, headers: Mapping[str, str]) -> Person | None:
-        name = headers.get(self._user_header, "").strip() if self._user_header else ""
-        if not name or len(name) > _MAX_NAME or not name.isprintable():
-            return None
-        return self._without_session(name)
-
-    def _without_session(self, name: str) -> Person:
+            name = headers.get(self._user_header, "").strip() if self._user_header else ""
+            if not name or len(name) > _MAX_NAME or not name.isprintable():
+                return None
         csrf = hmac.new(self._secret, name.encode("utf-8", "surrogateescape"), hashlib.sha256).hexdigest()
-        return Person(name, csrf, has_session=False)
+        return Person(name, csrf, right, has_session=False)
 
     def check_form(self, person: Person, token: str) -> None:
         """Refuse a form that does not carry the token of the person. Raises NotPermitted."""
@@ -183,14 +174,14 @@ class Access:
 
     # -- links and sessions
 
-    def new_link(self, name: str) -> str:
-        """Return the token of a new one-time link for a person."""
+    def new_link(self, person: Person) -> str:
+        """Return the token of a new one-time link, which gives the person's right."""
         now = self._now()
         self._links = {key: link for key, link in self._links.items() if link.until > now}
         while len(self._links) >= _MAX_LINKS:
             del self._links[next(iter(self._links))]
         token = secrets.token_urlsafe(32)
-        self._links[_digest(token)] = _Link(name, now + LINK_SECONDS)
+        self._links[_digest(token)] = _Link(person.name, person.right, now + LINK_SECONDS)
         return token
 
     def log_in(self, token: str, *, is_secure: bool) -> str:
@@ -215,7 +206,9 @@ class Access:
         while len(self._sessions) >= _MAX_SESSIONS:
             del self._sessions[next(iter(self._sessions))]
         id_ = secrets.token_urlsafe(32)
-        self._sessions[_digest(id_)] = _Session(link.name, secrets.token_hex(32), is_secure, now, now)
+        self._sessions[_digest(id_)] = _Session(
+            link.name, secrets.token_hex(32), link.right, is_secure, now, now
+        )
         return self._cookie(id_, int(_SESSION_SECONDS), is_secure=is_secure)
 
     def log_out(self, request: Request) -> str:

@@ -11,6 +11,7 @@ whatever becomes of the page. Not more than `_MAX_ACTIONS` run at once.
 from __future__ import annotations
 
 import os
+import posixpath
 import subprocess
 import time
 from collections.abc import AsyncGenerator
@@ -26,7 +27,9 @@ import trio
 from ciuic.cli.commands.web.jobs import CompareQuestion, Question
 from ciuic.cli.commands.web.live import SocketClient
 from ciuic.cli.commands.web.looks import Looks
+from ciuic.cli.commands.web.rights import TYPED
 from ciuic.errors import Busy, CiuicError, NotPermitted, Unreachable, UsageError
+from ciuic.printable import one_line
 from ciuic.protocol.control import ControlClient
 from ciuic.protocol.control_types import rfc3339
 from ciuic.protocol.http_server import Reply, Request, document, refusal
@@ -64,6 +67,8 @@ class Order(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     dest: str = ""
     """Directory that gets it, encoded likewise; empty to put it in its place, over what is there."""
     message: str = ""
+    typed: str = ""
+    """What the person has typed to confirm (`to_be_typed`)."""
     last_good: bool = False
     """Plan only: use the newest snapshot whose newest checkpoint below the path is GOOD, instead of ``snapshot``."""
 
@@ -158,6 +163,18 @@ def words_of(order: Order) -> list[str | bytes]:
     if order.kind == "release":
         return ["release", id_, "--json"]
     return ["forget", id_, "--yes", "--json"]
+
+
+def to_be_typed(order: Order) -> str:
+    """Return what a person types to confirm what overwrites or deletes; empty where nothing has to be (`rights.TYPED`)."""
+    if order.kind == "restore":
+        return last_name(_path(order.dest or order.path))
+    return order.snapshot if order.kind in TYPED else ""
+
+
+def last_name(path: bytes) -> str:
+    """Return the last name of a path, on one line."""
+    return one_line(posixpath.basename(path.rstrip(b"/")) or b"/")
 
 
 def shown_words(words: list[str | bytes]) -> str:
@@ -332,6 +349,10 @@ class Broker:
             raise NotPermitted(
                 "this page only shows: it may change nothing", hint="actions = true in the table [web]"
             )
+        needed = to_be_typed(order)
+        # Blanks around it are easily typed, and easily left out where the name has them.
+        if order.typed.strip() != needed.strip() and needed:
+            raise UsageError(f"to confirm, type {needed}", hint="go back, and type it as it stands there")
         if sum(one.progress.code is None for one in self._actions.values()) >= _MAX_ACTIONS:
             raise Busy(f"{_MAX_ACTIONS} actions run already", hint="wait for one of them to end")
         self._count += 1

@@ -45,12 +45,20 @@ async def _until_input_ends() -> None:
 
 async def _serve(job: FrontJob) -> None:
     access = Access(
-        hosts=job.hosts, uids=job.uids, gids=job.gids, proxy_uid=job.proxy_uid, user_header=job.user_header
+        hosts=job.hosts, admission=job.admission, proxy_uid=job.proxy_uid, user_header=job.user_header
     )
     broker, live = SocketClient(job.broker), Live()
     readers = Readers(job.session, bytes.fromhex(job.verdict_key))
     front = Front(
-        access, readers, broker, live, may_act=job.may_act, host=job.host, links=job.links, remote=job.remote
+        access,
+        readers,
+        broker,
+        live,
+        admission=job.admission,
+        may_act=job.may_act,
+        host=job.host,
+        links=job.links,
+        remote=job.remote,
     )
     ended = trio.Event()
     async with trio.open_nursery() as nursery:
