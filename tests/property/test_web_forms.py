@@ -15,10 +15,10 @@ pytest.importorskip("jinja2")
 
 from ciuic.cli.commands.web.access import Person
 from ciuic.cli.commands.web.front import Asked, _fields, _templates
-from ciuic.cli.commands.web.rights import Right
+from ciuic.cli.commands.web.rights import Grant, Right
 from ciuic.protocol.http_server import Request
 
-_PERSON = Person("somebody", "0" * 64, Right.DECIDE, has_session=False)
+_PERSON = Person("somebody", "0" * 64, Grant(right=Right.DECIDE), has_session=False)
 _TEMPLATES = _templates()
 _NAMES = st.one_of(
     st.binary(min_size=1, max_size=30),

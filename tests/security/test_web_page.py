@@ -330,6 +330,20 @@ def test_a_process_of_the_front_s_user_cannot_give_orders(page: WebPage) -> None
     assert page.ask("/log").status == 200
 
 
+def test_a_front_that_lies_has_no_rights_of_its_own(page: WebPage) -> None:
+    """An order that comes straight to the broker is refused without a grant, whoever it says it is from."""
+    before = snapshots(page)
+    for grant in ("", "guess"):
+        order = json.dumps({"kind": "snapshot", "who": "root", "grant": grant})
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(os.fspath(page.socket.parent / "private/broker.sock"))
+            connection.sendall(
+                f"POST /actions HTTP/1.1\r\nHost: ciuic\r\nContent-Length: {len(order)}\r\n\r\n{order}".encode()
+            )
+            assert connection.recv(65536).startswith(b"HTTP/1.1 403")
+    assert snapshots(page) == before
+
+
 def test_the_front_is_confined(page: WebPage) -> None:
     """It is filtered, has no network of its own, is the first to go when memory is short, and its memory is bounded."""
     proc = Path(f"/proc/{page.front()}")

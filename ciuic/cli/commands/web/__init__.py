@@ -125,6 +125,8 @@ def _serve(session: Session, config: Config, directory: Path, listen: str | None
             secrets=secrets,
         )
         note(f"the page is at {directory / WEB_SOCKET}" + (f" and http://{listen}/" if listen else ""))
+        members = ", ".join(f"{one.name} ({one.right.name.lower()})" for one in job.admission.groups)
+        note(f"root and this user are let in{f', and members of {members}' if members else ' alone'}")
         note(
             "ciuic web --login prints a link for a browser"
             if listen

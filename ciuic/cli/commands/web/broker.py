@@ -24,10 +24,11 @@ import msgspec
 import structlog
 import trio
 
+from ciuic.cli.commands.web.grants import Grants
 from ciuic.cli.commands.web.jobs import CompareQuestion, Question
 from ciuic.cli.commands.web.live import SocketClient
 from ciuic.cli.commands.web.looks import Looks
-from ciuic.cli.commands.web.rights import TYPED
+from ciuic.cli.commands.web.rights import ACTIONS, TYPED
 from ciuic.errors import Busy, CiuicError, NotPermitted, Unreachable, UsageError
 from ciuic.printable import one_line
 from ciuic.protocol.control import ControlClient
@@ -61,6 +62,8 @@ class Order(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     kind: Kind
     who: str
+    grant: str = ""
+    """Token of the grant by which it is wanted."""
     snapshot: str = ""
     path: str = ""
     """Path to restore, percent-encoded."""
@@ -269,6 +272,7 @@ class Broker:
         may_act: Actions that change something are carried out.
         log: Log of them.
         looks: Answers questions that take long.
+        grants: Grants that orders need.
         nursery: Nursery in which they run, which nobody's hanging up ends.
     """
 
@@ -280,6 +284,7 @@ class Broker:
         may_act: bool,
         log: ActionLog,
         looks: Looks,
+        grants: Grants,
         nursery: trio.Nursery,
     ) -> None:
         self._control = control
@@ -287,6 +292,7 @@ class Broker:
         self._may_act = may_act
         self._log = log
         self._looks = looks
+        self._grants = grants
         self._nursery = nursery
         self._actions: dict[int, Action] = {}
         # Not from 0: an action of the log that this process did not run must not get the number of one that it did.
@@ -344,6 +350,8 @@ class Broker:
             order = decode_json(body, Order)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise UsageError(f"the order cannot be read: {error}") from error
+        # A proxy alone says who calls.
+        order.who = self._grants.check(order.grant, ACTIONS[order.kind]).name or order.who
         words = words_of(order)
         if order.kind in CHANGES and not self._may_act:
             raise NotPermitted(

@@ -625,6 +625,7 @@ class Front:
                 {
                     "kind": kind,
                     "who": asked.person.name,
+                    "grant": asked.person.grant.token,
                     "snapshot": asked.get("s"),
                     "path": quote_from_bytes(asked.path()) if asked.get("p") else "",
                     "dest": quote_from_bytes(asked.path("dest")) if asked.get("dest") else "",

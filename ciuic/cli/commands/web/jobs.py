@@ -19,6 +19,8 @@ class FrontJob(msgspec.Struct, kw_only=True, frozen=True):
 
     sockets: tuple[int, ...]
     """Descriptors of the listening sockets."""
+    connections: int = -1
+    """Descriptor over which the broker hands connections of the Unix socket; -1 for none."""
     broker: str
     """Path of the broker's socket."""
     repository: str = ""

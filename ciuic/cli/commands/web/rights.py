@@ -81,6 +81,16 @@ _VERBS: Final = {
 }
 
 
+class Grant(msgspec.Struct, frozen=True, kw_only=True):
+    """Right of a person; the empty one is a stranger's."""
+
+    right: Right = Right.NONE
+    name: str = ""
+    """Name of the user; empty for the proxy's, which says itself whose requests it passes on."""
+    token: str = ""
+    """Secret by which the broker knows the grant again (`grants`)."""
+
+
 class RightGroup(msgspec.Struct, frozen=True):
     """Group whose members have a right."""
 

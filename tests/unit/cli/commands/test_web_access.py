@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from ciuic.cli.commands.web.access import COOKIE, LINK_SECONDS, Access, Misdirected, Person
-from ciuic.cli.commands.web.rights import Admission, Right, RightGroup
+from ciuic.cli.commands.web.grants import Grants
+from ciuic.cli.commands.web.rights import Admission, Grant, Right, RightGroup
 from ciuic.errors import NotPermitted
 from ciuic.protocol.http_server import Request
 from ciuic.protocol.peer_socket import Caller
 
-ANNA = Person("anna", "", Right.RESTORE, has_session=False)
+ANNA = Person("anna", "", Grant(right=Right.RESTORE), has_session=False)
 
 
 class Clock:
@@ -92,7 +93,9 @@ def test_who_calls_is_what_the_kernel_or_the_proxy_says(
         RightGroup(Right.RESTORE, "r", 8),
         RightGroup(Right.DECIDE, "d", 9),
     )
-    access = Access(admission=Admission(groups=groups), proxy_uid=33, user_header="X-Remote-User")
+    access = Access(user_header="X-Remote-User")
+    if caller is not None:
+        access.admit(caller, Grants(Admission(groups=groups), proxy_uid=33).of(caller))
     person = access.person(request(headers, caller))
     assert (person and (person.name, person.right)) == (name and (name, right))
     asks = access.may_ask_for_links(request(headers, caller))
@@ -103,7 +106,7 @@ def test_a_session_has_the_right_of_its_link() -> None:
     """A link gives the right that who asked for it had, whoever takes it, and whatever socket it is taken over."""
     access = Access()
     for right in (Right.LOOK, Right.RESTORE, Right.DECIDE):
-        link = access.new_link(ANNA._replace(right=right))
+        link = access.new_link(ANNA._replace(grant=Grant(right=right)))
         cookie = access.log_in(link, is_secure=False).partition(";")[0]
         person = access.person(request({"cookie": cookie}, peer(0)))
         assert person is not None

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import msgspec
 import pytest
 import trio
 
 pytest.importorskip("jinja2")
 
 from ciuic.cli.commands.web import broker, rights
-from ciuic.cli.commands.web.access import Access
+from ciuic.cli.commands.web.access import LINK_SECONDS, SESSION_SECONDS, Access
 from ciuic.cli.commands.web.front import Asked, Front
-from ciuic.cli.commands.web.rights import ACTIONS, ROUTES, TYPED, Admission, Right, RightGroup
+from ciuic.cli.commands.web.grants import Grants
+from ciuic.cli.commands.web.rights import ACTIONS, ROUTES, TYPED, Admission, Grant, Right, RightGroup
+from ciuic.errors import NotPermitted
 from ciuic.protocol.http_server import Reply, Request
 from ciuic.protocol.peer_socket import Caller
 
@@ -31,7 +35,8 @@ class _Page:
     """Front whose pages all say `served`."""
 
     def __init__(self, admission: Admission = _NAMED) -> None:
-        self.access = Access(admission=admission)
+        self.access = Access()
+        self.grants = Grants(admission)
         nothing: Any = SimpleNamespace()
         self.front = Front(
             self.access, nothing, nothing, nothing, admission=admission, may_act=True, host="h"
@@ -40,9 +45,9 @@ class _Page:
 
     def ask(self, method: str, path: str, right: Right, fields: str = "") -> Reply:
         """Ask as a member of the group that has a right; a form carries its token."""
-        request = Request(
-            method, path, headers={"host": "localhost"}, caller=Caller(4321, frozenset({_GIDS[right]}))
-        )
+        caller = Caller(4321, frozenset({_GIDS[right]}))
+        self.access.admit(caller, self.grants.of(caller))
+        request = Request(method, path, headers={"host": "localhost"}, caller=caller)
         person = self.access.person(request)
         csrf = f"csrf={person.csrf}&" if person is not None else ""
         return trio.run(self.front.answer, request._replace(query=csrf + fields))
@@ -99,3 +104,61 @@ def test_a_refusal_says_what_would_help() -> None:
     assert refused.status == 403
     assert b"only root and the user who runs ciuic web may restore" in refused.body
     assert b"web.restore_group" in refused.body
+
+
+def test_a_grant_outlives_the_sessions_that_it_begins() -> None:
+    """A caller has one grant for an hour; each is known for as long as a session that began with it, and not after that."""
+    now = [1000.0]
+    grants = Grants(_NAMED, proxy_uid=33, now=lambda: now[0])
+    caller = Caller(4321, frozenset({_GIDS[Right.RESTORE]}))
+    first = grants.of(caller)
+    now[0] += 3599
+    assert grants.of(caller) == first
+    # A link that is asked for now is taken in time, and its session lasts.
+    now[0] += LINK_SECONDS
+    second = grants.of(caller)
+    assert second.token != first.token
+    now[0] += SESSION_SECONDS
+    assert grants.check(first.token, Right.RESTORE) == first
+    now[0] += 7200
+    for token in (first.token, second.token, "", "guess"):
+        with pytest.raises(NotPermitted):
+            grants.check(token, Right.NONE)
+    assert grants.of(Caller(4321, frozenset({1}))) == Grant()
+    # Who calls is the proxy's to say, and nobody else's.
+    assert grants.of(Caller(33, caller.groups)).name == ""
+    assert grants.of(caller).name == "4321"
+
+
+def test_the_broker_decides_by_the_grant(tmp_path: Path) -> None:
+    """Whatever the front lets through, an order is carried out with a grant that has its right alone, in the name of the grant."""
+    grants = Grants(_NAMED)
+    log = broker.ActionLog(tmp_path)
+
+    def order(kind: Any, right: Right) -> broker.Order:
+        token = grants.of(Caller(4321, frozenset({_GIDS[right]}))).token
+        return broker.Order(
+            kind=kind, who="root", grant=token, snapshot="cs-abcdef", path="/a/b",
+            typed={"restore": "b"}.get(kind, "cs-abcdef"),
+        )  # fmt: skip
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            nothing: Any = None
+            asked = broker.Broker(
+                nothing, ["true"], may_act=True, log=log, looks=nothing, grants=grants, nursery=nursery
+            )
+
+            async def status_of(made: broker.Order) -> int:
+                reply = await asked.answer(Request("POST", "/actions", body=msgspec.json.encode(made)))
+                return reply.status
+
+            for kind, needed in ACTIONS.items():
+                for right in Right:
+                    assert await status_of(order(kind, right)) == (202 if right >= needed else 403), kind
+            for kind in TYPED:
+                untyped = msgspec.structs.replace(order(kind, Right.DECIDE), typed="other")
+                assert await status_of(untyped) == 400
+
+    trio.run(main)
+    assert {one.who for one in log.lines()} == {"4321"}
