@@ -1,6 +1,6 @@
-"""The generated parts of docs/cli.md: exit codes from ``ciuic.errors``, options from the commands themselves.
+"""The generated parts of docs/cli.md (exit codes from ``ciuic.errors``, options from the commands themselves) and docs/security.md.
 
-``python -m ciuic.cli.reference docs/cli.md`` rewrites them; a test fails while the page says something else.
+``python -m ciuic.cli.reference docs/cli.md`` rewrites those of a page; a test fails while the page says something else.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import click
 
 from ciuic.cli import INTERRUPTED
 from ciuic.cli.app import COMMANDS, cli
+from ciuic.cli.commands.web.rights import rights_table
 from ciuic.errors import BY_EXIT_CODE
 
 
@@ -80,12 +81,16 @@ def _prose(text: str) -> str:
     return "\n\n".join(parts)
 
 
-PARTS: Final[dict[str, Callable[[], str]]] = {"exit codes": exit_codes, "options": options}
+PARTS: Final[dict[str, dict[str, Callable[[], str]]]] = {
+    "cli.md": {"exit codes": exit_codes, "options": options},
+    "security.md": {"rights on the page": rights_table},
+}
+"""Generators of the parts of each page, by its name."""
 
 
-def rewritten(page: str) -> str:
+def rewritten(page: str, name_of_page: str) -> str:
     """The page with every generated part as it should be. ValueError when a part's marks are missing."""
-    for name, generate in PARTS.items():
+    for name, generate in PARTS[name_of_page].items():
         begin, end = f"<!-- generated: {name} -->", "<!-- end -->"
         pattern = re.compile(f"({re.escape(begin)}\n).*?({re.escape(end)})", re.DOTALL)
         if not pattern.search(page):
@@ -98,4 +103,4 @@ def rewritten(page: str) -> str:
 
 if __name__ == "__main__":
     target = Path(sys.argv[1])
-    target.write_text(rewritten(target.read_text(encoding="utf-8")), encoding="utf-8")
+    target.write_text(rewritten(target.read_text(encoding="utf-8"), target.name), encoding="utf-8")

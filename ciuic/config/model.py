@@ -275,6 +275,12 @@ class WebConfig(msgspec.Struct, frozen=True):
     """Names of this host in the addresses of browsers, beside localhost."""
     actions: bool = False
     """The page may restore, take, hold and forget snapshots."""
+    look_group: str | None = None
+    """Name of the group that may look at the page besides root; None: none."""
+    restore_group: str | None = None
+    """Name of the group that may restore, too."""
+    decide_group: str | None = None
+    """Name of the group that may decide what is kept, too."""
     proxy_user: str | None = None
     """User of a reverse proxy on this host that says who its callers are; None: none."""
     user_header: str = "x-remote-user"

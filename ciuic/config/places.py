@@ -14,6 +14,7 @@ import os
 import pwd
 import stat
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from ciuic import STATE_DIR_NAME
@@ -129,7 +130,7 @@ def check_places(config: Config, mounts: Sequence[Mount] | None = None) -> list[
         problems += _check_sockets(config)
     return [
         *problems,
-        *_check_group(config),
+        *_check_groups(config),
         *check_alert(config),
         *check_owners(config),
         *_check_remotes(config),
@@ -531,17 +532,18 @@ def check_alert(config: Config) -> list[Problem]:
     return problems
 
 
-def _check_group(config: Config) -> list[Problem]:
-    """Return an error if the group of the control socket does not exist."""
-    group = config.control.group
-    if group is None:
-        return []
-    try:
-        grp.getgrnam(group)
-    except KeyError:
-        hint = f"groupadd --system {group}"
-        return [Problem("error", f"there is no group {group}", hint, config.origin("control.group"))]
-    return []
+def _check_groups(config: Config) -> list[Problem]:
+    """Return an error for each group of the control socket or the page that does not exist."""
+    problems = []
+    for key in ("control.group", "web.look_group", "web.restore_group", "web.decide_group"):
+        group = attrgetter(key)(config)
+        try:
+            if group is not None:
+                grp.getgrnam(group)
+        except KeyError:
+            hint = f"groupadd --system {group}"
+            problems.append(Problem("error", f"there is no group {group}", hint, config.origin(key)))
+    return problems
 
 
 def _within(inner: bytes, outer: bytes) -> bool:

@@ -116,7 +116,7 @@ def status_of(error: CiuicError) -> int:
 
 async def serve_http(
     resources: Resources,
-    listener: socket.socket,
+    listener: socket.socket | trio.abc.Listener[trio.SocketStream],
     stopped: Callable[[], Awaitable[None]],
     revocations: Callable[[], int] = lambda: 0,
     *,
@@ -129,7 +129,7 @@ async def serve_http(
 
     Args:
         resources: what is served.
-        listener: listening socket.
+        listener: listening socket, or what else has connections.
         stopped: returns when the server is to end.
         revocations: returns how often the socket was taken back from a group. Connections from before take no
             request any more, except root's.
@@ -142,11 +142,12 @@ async def serve_http(
     connections = _Connections(
         resources, revocations, max_connections, send_seconds, strangers_yield=strangers_yield
     )
-    listening = trio.SocketListener(trio.socket.from_stdlib_socket(listener))
+    if isinstance(listener, socket.socket):
+        listener = trio.SocketListener(trio.socket.from_stdlib_socket(listener))
     async with trio.open_nursery() as handling:
         async with trio.open_nursery() as accepting:
             accepting.start_soon(
-                partial(trio.serve_listeners, connections.handle, [listening], handler_nursery=handling)
+                partial(trio.serve_listeners, connections.handle, [listener], handler_nursery=handling)
             )
             task_status.started()
             await stopped()

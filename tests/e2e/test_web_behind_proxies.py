@@ -32,7 +32,9 @@ class ProxiedSite(Site):
     def write_config(self) -> None:
         super().write_config()
         with open(self.config, "a") as config:
-            config.write(f'[web]\nhosts = ["{_HOST}"]\nproxy_user = "{self.user}"\nactions = true\n')
+            config.write(
+                f'[web]\nhosts = ["{_HOST}"]\nproxy_user = "{self.user}"\nactions = true\ndecide_group = "nogroup"\n'
+            )
 
 
 def _free_port() -> int:

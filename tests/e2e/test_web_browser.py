@@ -186,13 +186,20 @@ def _destroy_and_restore(visitor: Visitor, file: Path) -> None:
     visitor.follow("Restore…", -1)
     visitor.press("Show the plan")
     assert file.read_text() == "destroyed\n"
-    page.get_by_label(re.compile("to confirm")).fill(file.parent.name)
+    _confirm(visitor)
     visitor.press("Restore now")
     _end(visitor)
     assert file.read_text() == "lr: 0.1\n"
+    _confirm(visitor)
     visitor.press("Undo")
     _end(visitor)
     assert file.read_text() == "destroyed\n"
+
+
+def _confirm(visitor: Visitor) -> None:
+    """Type what the page asks for."""
+    field = visitor.page.get_by_label(re.compile("to confirm"))
+    field.fill(field.locator("xpath=..").locator("code").inner_text())
 
 
 def _end(visitor: Visitor) -> None:
@@ -271,7 +278,7 @@ def test_names_are_text_everywhere(browser: Browser, server: WebPage, site: Site
             _is_text(visitor, shown)
             content = Path(os.fsdecode(path)).read_bytes()
             Path(os.fsdecode(path)).write_text("destroyed\n")
-            page.get_by_label(re.compile("to confirm")).fill("data")
+            _confirm(visitor)
             visitor.press("Restore now")
             _end(visitor)
             _is_text(visitor, "restore --snapshot")
@@ -348,7 +355,7 @@ def test_the_keyboard_is_enough(browser: Browser, server: WebPage, site: Site) -
         site.snapshot()
         file.write_text("destroyed\n")
         visitor.go(f"/files?{place(file)}")
-        for name, keys in (("Restore…", ""), ("Show the plan", ""), ("typed", "data")):
+        for name, keys in (("Restore…", ""), ("Show the plan", ""), ("typed", "config.yaml")):
             for _ in range(100):
                 page.keyboard.press("Tab")
                 try:
@@ -418,7 +425,7 @@ def test_nobody_is_left_out(browser: Browser, server: WebPage, site: Site, compa
         visitor.press("Show the plan")
         page.get_by_text("Plan: restore").wait_for()
         _accessible(visitor)
-        page.get_by_label(re.compile("to confirm")).fill("data")
+        _confirm(visitor)
         visitor.press("Restore now")
         _end(visitor)
         _accessible(visitor)

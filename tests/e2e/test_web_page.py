@@ -23,6 +23,7 @@ from support.site import Site, ended, running_site
 from support.until import until
 from support.web_page import WebPage, action, href, open_page, place, web_page
 
+from ciuic.printable import one_line
 from ciuic.remote.access import add_slot
 from ciuic.remote.object_names import status_name
 from ciuic.remote.objects.opening import open_objects
@@ -65,12 +66,12 @@ def test_a_file_goes_back_and_forth(page: WebPage, site: Site) -> None:
     first = page.run("list", "--machine-readable").stdout.splitlines()[1].partition("|")[0]
     restore = page.ask(f"/restore?{place(file, first)}")
     plan = page.follow(page.ask(f"/plan?{place(file, first)}", {"csrf": restore.csrf, "dest": ""}))
-    assert "Type the root's name" in plan.text
+    assert "Type the name of what is written" in plan.text
     assert file.read_text() == "destroyed\n"
     # Without the name, nothing is done.
-    assert page.act("restore", place(file, first), typed="date").status == 400
+    assert page.act("restore", place(file, first), typed="data").status == 400
     assert file.read_text() == "destroyed\n"
-    done = page.act("restore", place(file, first), typed="data")
+    done = page.act("restore", place(file, first), typed=" changing.yaml ")
     assert file.read_text() == "lr: 0.1\n"
     safety = done.text.partition('action="/act?s=')[2].partition("&")[0]
     assert "is done" in page.act("undo", f"s={safety}").text
@@ -101,7 +102,7 @@ def test_names_and_contents_are_text(page: WebPage, site: Site) -> None:
     assert "sandbox" in download.headers["content-security-policy"]
     os.unlink(path)
     id_ = page.run("list", "--machine-readable").stdout.partition("|")[0]
-    assert "is done" in page.act("restore", place(path, id_), typed="data").text
+    assert "is done" in page.act("restore", place(path, id_), typed=one_line(_ODD)).text
     assert Path(os.fsdecode(path)).read_text() == "odd\n"
 
 
@@ -239,7 +240,7 @@ def test_what_fails_says_why_and_how_to_go_back(page: WebPage, site: Site) -> No
     id_ = site.snapshot()
     elsewhere = site.top / "elsewhere"
     (elsewhere / "config.yaml").mkdir(parents=True)
-    refused = page.act("restore", place(root / "config.yaml", id_), dest=str(elsewhere))
+    refused = page.act("restore", place(root / "config.yaml", id_), dest=str(elsewhere), typed="elsewhere")
     assert "has ended with exit code 6" in refused.text
     assert "internal error" not in refused.text
     os.truncate(root / "large", 1)

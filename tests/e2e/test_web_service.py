@@ -52,7 +52,7 @@ def test_a_unit_that_forbids_the_protection_starts_no_page(host: ServiceHost, fo
 def test_the_page_restores_through_the_overlay(host: ServiceHost) -> None:
     """Root is let in over the socket and restores; another user is not let in; a proxy's user is who the proxy says."""
     text = f'[repository]\npath = "{host.top}/repository"\n[[root]]\npath = "{host.top}/root"\n'
-    host.write(CONFIG, f'{text}[web]\nactions = true\nproxy_user = "nobody"\n')
+    host.write(CONFIG, f'{text}[web]\nactions = true\nproxy_user = "nobody"\nlook_group = "nogroup"\n')
     host("sh", "-c", "echo first > /srv/root/file")
     id_ = str(json.loads(host(str(host.program), "--config", CONFIG, "snapshot", "--wait", "--json"))["id"])
     host("sh", "-c", "echo second > /srv/root/file")
@@ -64,7 +64,7 @@ def test_the_page_restores_through_the_overlay(host: ServiceHost) -> None:
     script = f"""
 status, _, page = ask("/")
 csrf = re.search(r'name="csrf" value="([0-9a-f]+)"', page).group(1)
-status, where, page = ask("/act?s={id_}&p=/srv/root/file", f"csrf={{csrf}}&kind=restore&typed=root", **{{"Content-Type": "application/x-www-form-urlencoded"}})
+status, where, page = ask("/act?s={id_}&p=/srv/root/file", f"csrf={{csrf}}&kind=restore&typed=file", **{{"Content-Type": "application/x-www-form-urlencoded"}})
 assert status == 303, page
 while "data-action" in (page := ask(where)[2]):
     pass

@@ -15,9 +15,10 @@ pytest.importorskip("jinja2")
 
 from ciuic.cli.commands.web.access import Person
 from ciuic.cli.commands.web.front import Asked, _fields, _templates
+from ciuic.cli.commands.web.rights import Grant, Right
 from ciuic.protocol.http_server import Request
 
-_PERSON = Person("somebody", "0" * 64, False)
+_PERSON = Person("somebody", "0" * 64, Grant(right=Right.DECIDE), has_session=False)
 _TEMPLATES = _templates()
 _NAMES = st.one_of(
     st.binary(min_size=1, max_size=30),
@@ -68,8 +69,9 @@ def _asked(query: str, body: str = "") -> Asked:
 def _sent_back(template: str, action: str, **values: Any) -> Asked:
     """Return what the form of a page asks for when nothing in it is changed."""
     page = _TEMPLATES.get_template(template).render(
-        person=_PERSON, may_act=True, host="host", remote="", tag="", version="", now_ns=0, **values
-    )
+        person=_PERSON, may_act=True, restores=True, decides=True,
+        host="host", remote="", tag="", version="", now_ns=0, **values,
+    )  # fmt: skip
     forms = _Forms(page.encode("utf-8", "backslashreplace").decode()).forms
     target, fields = next(one for one in forms if one[0].startswith(action))
     is_get = "?" not in target
@@ -102,7 +104,6 @@ def test_the_destination_of_a_plan_comes_back(path: bytes, dest: bytes) -> None:
     values = {
         "snapshot": _SNAPSHOT,
         "path": path,
-        "root": b"/data",
         "progress": progress,
         "plan": plan,
         "has_room": True,

@@ -6,8 +6,10 @@ See docs/security.md.
 from __future__ import annotations
 
 import functools
+import grp
 import http.client
 import io
+import json
 import os
 import random
 import socket
@@ -29,6 +31,8 @@ __all__ = ["module_tmp"]
 pytestmark = pytest.mark.mount
 MALLORY = User(61011, 61011)
 PROXY = "daemon"
+GROUPS = {"look": "users", "restore": "sys", "decide": "bin"}
+CONTROL_GROUP = "games"
 _PAGES = (
     "/", "/snapshots", "/snapshot", "/files", "/versions", "/image", "/download", "/restore", "/action",
     "/action/events", "/alerts", "/log",
@@ -70,7 +74,9 @@ def site(module_tmp: Path) -> Iterator[Site]:
 @pytest.fixture(scope="module")
 def server(site: Site) -> Iterator[WebPage]:
     site.config.write_text(
-        site.config.read_text() + f'[web]\nproxy_user = "{PROXY}"\nuser_header = "X-User"\n'
+        f'{site.config.read_text()}[control]\ngroup = "{CONTROL_GROUP}"\n'
+        f'[web]\nproxy_user = "{PROXY}"\nuser_header = "X-User"\n'
+        + "".join(f'{right}_group = "{name}"\n' for right, name in GROUPS.items())
     )
     with web_page(site, "--actions") as made:
         yield made
@@ -237,13 +243,80 @@ def test_a_proxy_says_who_calls_and_no_more(page: WebPage) -> None:
     import pwd
 
     found = pwd.getpwnam(PROXY)
-    proxy = User(found.pw_uid, found.pw_gid)
+    assert ask_as(User(found.pw_uid, found.pw_gid), page, "GET", "/", "X-User: root").startswith("401")
+    proxy = member("look")._replace(uid=found.pw_uid, gid=found.pw_gid)
     assert ask_as(proxy, page, "GET", "/").startswith("401")
     assert ask_as(proxy, page, "POST", "/login-link", "X-User: root").startswith("403")
     shown = ask_as(proxy, page, "GET", "/", "X-User: anna")
     assert shown.startswith("200")
     assert "anna" in shown
+    assert ask_as(proxy, page, "GET", "/restore", "X-User: root").startswith("403")
     assert "root, mallory" in ask_as(proxy, page, "GET", "/", "X-User: root", "X-User: mallory")
+
+
+def member(right: str) -> User:
+    """Return a user who has a right by their group."""
+    return User(61012, 61012, (grp.getgrnam(GROUPS[right]).gr_gid,))
+
+
+def test_the_control_group_is_not_let_in(page: WebPage) -> None:
+    """Who may use the daemon's control socket sees the login page and gets no link, like everybody else."""
+    administrator = User(61013, 61013, (grp.getgrnam(CONTROL_GROUP).gr_gid,))
+    assert ask_as(administrator, page, "GET", "/").startswith("401")
+    assert ask_as(administrator, page, "POST", "/login-link").startswith("403")
+
+
+@pytest.mark.parametrize(
+    ("right", "lacks"),
+    [
+        ("look", {"/restore": "sys or bin", "/act?kind=undo": "sys or bin", "/act?kind=hold": "bin"}),
+        ("restore", {"/act?kind=hold": "bin", "/act?kind=forget": "bin", "/act?kind=snapshot": "bin"}),
+        ("decide", {}),
+    ],
+)
+def test_a_group_has_its_right_and_no_more(
+    page: WebPage, site: Site, right: str, lacks: dict[str, str]
+) -> None:
+    """By the kernel's word, and through a link that a member asked for: what is above is absent, or refused with the group's name."""
+    for target, names in lacks.items():
+        refused = ask_as(member(right), page, "POST" if "act" in target else "GET", target)
+        assert refused.startswith("403")
+        assert f"members of {names} may" in refused
+    made = ask_as(member(right), page, "POST", "/login-link")
+    token = json.loads(made.removeprefix("200 "))["path"].partition("=")[2]
+    page.cookie = page.ask("/login", {"token": token}).headers["set-cookie"].partition(";")[0]
+    before = snapshots(page)
+    file = place(site.roots[0] / "file")
+    assert page.ask(f"/download?{file}").body == b"text\n"
+    shown = page.ask(f"/files?{file}")
+    assert ("Restore…" in shown.text) == (right != "look")
+    assert page.ask(f"/restore?{file}").status == (403 if right == "look" else 200)
+    assert ("Take a snapshot now" in page.ask("/").text) == (right == "decide")
+    for target, names in lacks.items():
+        answer = page.ask(target, {"csrf": shown.csrf} if "act" in target else None)
+        assert answer.status == 403
+        assert f"members of {names} may" in answer.text
+    assert snapshots(page) == before
+
+
+def test_no_file_is_written_without_its_name(page: WebPage, site: Site, short_tmp: Path) -> None:
+    """A restore asks for the name of what it writes, also in a directory of root's that has no such file."""
+    root, id_ = site.roots[0], site.snapshot()
+    (short_tmp / "cron.d").mkdir()
+    for typed in ("", "data", "file"):
+        answer = page.act(
+            "restore", place(root / "file", id_), dest=os.fspath(short_tmp / "cron.d"), typed=typed
+        )
+        assert answer.status == 400
+        assert "to confirm, type cron.d" in answer.text
+    assert list((short_tmp / "cron.d").iterdir()) == []
+    (root / "file").write_text("newer\n")
+    assert page.act("restore", place(root / "file", id_), typed="data").status == 400
+    csrf = page.ask("/").csrf
+    assert page.ask(f"/act?s={id_}", {"csrf": csrf, "kind": "undo", "typed": ""}).status == 400
+    assert (root / "file").read_text() == "newer\n"
+    page.act("restore", place(root / "file", id_), typed="file")
+    assert (root / "file").read_text() == "text\n"
 
 
 def test_a_process_of_the_front_s_user_cannot_give_orders(page: WebPage) -> None:
@@ -255,6 +328,20 @@ def test_a_process_of_the_front_s_user_cannot_give_orders(page: WebPage) -> None
     )
     assert found.stdout.strip() == "Permission denied"
     assert page.ask("/log").status == 200
+
+
+def test_a_front_that_lies_has_no_rights_of_its_own(page: WebPage) -> None:
+    """An order that comes straight to the broker is refused without a grant, whoever it says it is from."""
+    before = snapshots(page)
+    for grant in ("", "guess"):
+        order = json.dumps({"kind": "snapshot", "who": "root", "grant": grant})
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(os.fspath(page.socket.parent / "private/broker.sock"))
+            connection.sendall(
+                f"POST /actions HTTP/1.1\r\nHost: ciuic\r\nContent-Length: {len(order)}\r\n\r\n{order}".encode()
+            )
+            assert connection.recv(65536).startswith(b"HTTP/1.1 403")
+    assert snapshots(page) == before
 
 
 def test_the_front_is_confined(page: WebPage) -> None:
@@ -333,7 +420,8 @@ def test_a_restore_does_not_follow_links_of_another_user(page: WebPage, site: Si
     os.symlink(secret, home / "data")
     os.chown(home, MALLORY.uid, MALLORY.gid)
     os.lchown(home / "data", MALLORY.uid, MALLORY.gid)
-    page.act("restore", place(site.roots[0]), dest=os.fspath(home))
+    id_ = site.snapshot()
+    page.act("restore", place(site.roots[0], id_), dest=os.fspath(home), typed="home")
     assert (secret / "file").read_text() == "mine\n"
     assert [path.name for path in secret.iterdir()] == ["file"]
 

@@ -156,7 +156,9 @@ class WebPage:
         self.cookie = answer.headers["set-cookie"].partition(";")[0]
 
     def act(self, kind: str, query: str = "", **fields: str) -> Answer:
-        """Send the form of an action, and return the page of its end."""
+        """Send the form of an action, and return the page of its end; to undo, the id is typed."""
+        if kind == "undo":
+            fields["typed"] = query.removeprefix("s=").partition("&")[0]
         csrf = self.ask("/snapshots").csrf
         answer = self.ask(f"/act?{query}", {"csrf": csrf, "kind": kind, **fields})
         return answer if answer.status != 303 else self.follow(answer)

@@ -17,7 +17,7 @@ def test_generated_parts_are_up_to_date() -> None:
     `python -m ciuic.cli.reference docs/cli.md` updates the page.
     """
     text = PAGE.read_text(encoding="utf-8")
-    assert rewritten(text) == text
+    assert rewritten(text, PAGE.name) == text
 
 
 def test_every_exit_code_and_command_is_there() -> None:

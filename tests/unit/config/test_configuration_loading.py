@@ -120,6 +120,9 @@ max_of_a_user_per_hour = 1
 listen = "127.0.0.1:8470"
 hosts = ["GPU07.example.org"]
 actions = true
+look_group = "ml"
+restore_group = "ml-lead"
+decide_group = "adm"
 proxy_user = "nobody"
 user_header = "X-Forwarded-User"
 [exporter]
@@ -185,7 +188,16 @@ per_hour = 3
     assert config.holds == HoldsConfig(2, 1)
     assert config.exporter == ExporterConfig("[::1]:9847", "https://collector:4318", Path("/etc/otlp"))
     assert config.web == WebConfig(
-        "127.0.0.1:8470", ("gpu07.example.org",), True, "nobody", "x-forwarded-user"
+        *(
+            "127.0.0.1:8470",
+            ("gpu07.example.org",),
+            True,
+            "ml",
+            "ml-lead",
+            "adm",
+            "nobody",
+            "x-forwarded-user",
+        )
     )
     assert config.alert == AlertConfig(
         ("/usr/bin/tell", "a b"), "nobody", 60, 5 * 86_400, ("json://u:p@h/x",), "https://hc.example.org/s"

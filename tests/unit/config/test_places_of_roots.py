@@ -13,6 +13,7 @@ from ciuic.config import (
     ControlConfig,
     RepositoryConfig,
     RootConfig,
+    WebConfig,
     canonical_root,
     check_overlaps,
     check_places,
@@ -245,9 +246,12 @@ def test_pattern_over_the_root_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_an_unknown_group_is_refused(tmp_path: Path) -> None:
-    """The control socket's group must exist."""
+    """The control socket's group must exist, and so must those of the page."""
     config = Config(control=ControlConfig(group="no-such-group-here"))
     assert "no group" in check_places(config, mounts())[0].message
+    config = Config(web=WebConfig(look_group="root", restore_group="no-such-group-here"))
+    (problem,) = check_places(config, mounts())
+    assert "no group no-such-group-here" in problem.message
 
 
 def test_an_alert_command_that_cannot_be_run(tmp_path: Path) -> None:

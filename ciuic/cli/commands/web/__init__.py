@@ -1,6 +1,6 @@
 """``ciuic web``: a page over the snapshots, for a browser; and ``ciuic log``: what was done from it.
 
-Two processes. `front_process` faces browsers: `access` says who is let in, `front` what each address shows, `reading` what is read for it,
+Two processes. `front_process` faces browsers: `access` says who is let in, `rights` what they may, `front` what each address shows, `reading` what is read for it,
 `live` keeps open pages fresh. `broker` is the one with privileges: status and events of the daemon, and actions; `serving` starts both.
 Templates need jinja2, from the extra ``web``.
 """
@@ -25,6 +25,7 @@ from ciuic.errors import CiuicError, Unreachable, UsageError, pip_install
 
 if TYPE_CHECKING:
     from ciuic.cli.commands.web.broker import ActionLog
+    from ciuic.cli.commands.web.rights import Admission
 
 
 @click.command("web", cls=FrameCommand)
@@ -105,8 +106,7 @@ def _serve(session: Session, config: Config, directory: Path, listen: str | None
         links=f"http://{listen}" if listen is not None else "",
         may_act=may_act and not is_remote,
         hosts=tuple(config.web.hosts),
-        uids=tuple({0, os.geteuid()}),
-        gids=_group_ids(config.control.group),
+        admission=_admission(config),
         proxy_uid=None if config.web.proxy_user is None else _user_id(config.web.proxy_user),
         user_header=config.web.user_header,
         run_as=unprivileged_user(),
@@ -126,6 +126,8 @@ def _serve(session: Session, config: Config, directory: Path, listen: str | None
             secrets=secrets,
         )
         note(f"the page is at {directory / WEB_SOCKET}" + (f" and http://{listen}/" if listen else ""))
+        members = ", ".join(f"{one.name} ({one.right.name.lower()})" for one in job.admission.groups)
+        note(f"root and this user are let in{f', and members of {members}' if members else ' alone'}")
         note(
             "ciuic web --login prints a link for a browser"
             if listen
@@ -138,15 +140,22 @@ def _serve(session: Session, config: Config, directory: Path, listen: str | None
     trio.run(serve)
 
 
-def _group_ids(name: str | None) -> tuple[int, ...]:
+def _admission(config: Config) -> Admission:
     import grp
 
-    if name is None:
-        return ()
-    try:
-        return (grp.getgrnam(name).gr_gid,)
-    except KeyError:
-        raise UsageError(f"there is no group {name}, which `control.group` names") from None
+    from ciuic.cli.commands.web.rights import Admission, Right, RightGroup
+
+    web, groups = config.web, []
+    for right, name in (
+        (Right.LOOK, web.look_group),
+        (Right.RESTORE, web.restore_group),
+        (Right.DECIDE, web.decide_group),
+    ):
+        try:
+            groups += [] if name is None else [RightGroup(right, name, grp.getgrnam(name).gr_gid)]
+        except KeyError:
+            raise UsageError(f"there is no group {name}, which `{right.key}` names") from None
+    return Admission(uids=tuple({0, os.geteuid()}), groups=tuple(groups))
 
 
 def _user_id(name: str) -> int:
@@ -167,7 +176,10 @@ def _print_link(directory: Path) -> None:
     with Connection(str(path), connect_seconds=5) as connection:
         answer = connection.ask("POST", "/login-link", b"", answer_seconds=10)
     if answer.status != 200:
-        raise CiuicError("no link was given", hint="run this as root, or as who runs ciuic web")
+        raise CiuicError(
+            "no link was given",
+            hint="run this as root, as who runs ciuic web, or as a member of a group of [web]",
+        )
     found = decode_json(answer.body, dict[str, str])
     if not found["page"]:
         raise Unreachable(

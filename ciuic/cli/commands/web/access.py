@@ -2,9 +2,9 @@
 
 Guarantees:
 
-* Nobody is let in by a network address. Over the Unix socket the kernel says who calls; root, the user that runs ciuic and the members
-  of `control.group` are let in. Over TCP a session is needed, which begins with a one-time link that one of those has asked for.
-* A name in a proxy's header counts only on connections of `web.proxy_user` over the Unix socket.
+* Nobody is let in by a network address. Over the Unix socket the kernel says who calls, and so which grant they have (`grants`). Over TCP a
+  session is needed, which begins with a one-time link that one of those has asked for, and has the grant that they had then.
+* A name in a proxy's header counts only on connections of `web.proxy_user` over the Unix socket, and gives the right of that user.
 * A request must name this host (`Host`), so that a name of the web that leads here gets no answer (DNS rebinding), and must not be made
   by another site's page (`Sec-Fetch-Site`, `Origin`). What changes something needs a token of the session as well, in the form.
 * Secrets are random, compared in constant time and kept as digests; a link works once and for five minutes, a session for twelve hours
@@ -25,13 +25,14 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from ciuic.cli.commands.web.rights import Grant, Right
 from ciuic.errors import CiuicError, NotPermitted, UsageError
 from ciuic.protocol.http_server import Request
 from ciuic.protocol.peer_socket import Caller
 
 COOKIE: Final = "ciuic_session"
 LINK_SECONDS: Final = 300.0
-_SESSION_SECONDS: Final = 12 * 3600.0
+SESSION_SECONDS: Final = 12 * 3600.0
 _IDLE_SECONDS: Final = 3600.0
 _MAX_LINKS: Final = 100
 _MAX_SESSIONS: Final = 1000
@@ -52,14 +53,21 @@ class Person(NamedTuple):
     name: str
     csrf: str
     """Token that their forms carry."""
+    grant: Grant
     has_session: bool
     """True if they came by a link, False if the kernel or a proxy says who they are."""
+
+    @property
+    def right(self) -> Right:
+        """What they may do."""
+        return self.grant.right
 
 
 @dataclass
 class _Session:
     name: str
     csrf: str
+    grant: Grant
     is_secure: bool
     began: float
     seen: float = field(default=0.0)
@@ -68,6 +76,7 @@ class _Session:
 @dataclass
 class _Link:
     name: str
+    grant: Grant
     until: float
 
 
@@ -76,10 +85,7 @@ class Access:
 
     Args:
         hosts: Names of this host beside localhost and addresses, as `web.hosts` has them.
-        uids: Users that the Unix socket lets in.
-        gids: Groups that it lets in.
-        proxy_uid: User whose `user_header` is believed; None for nobody.
-        user_header: Name of the header, in small letters.
+        user_header: Name of the header in which a proxy says who calls.
         now: Monotonic clock, in seconds.
     """
 
@@ -87,19 +93,14 @@ class Access:
         self,
         *,
         hosts: Collection[str] = (),
-        uids: Collection[int] = (0,),
-        gids: Collection[int] = (),
-        proxy_uid: int | None = None,
         user_header: str = "",
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._hosts = frozenset(host.lower() for host in hosts)
-        self._uids = frozenset(uids)
-        self._gids = frozenset(gids)
-        self._proxy_uid = proxy_uid
         self._user_header = user_header.lower()
         self._now = now
         self._secret = secrets.token_bytes(32)
+        self._granted: dict[Caller, Grant] = {}
         self._links: dict[bytes, _Link] = {}
         self._sessions: dict[bytes, _Session] = {}
 
@@ -140,39 +141,35 @@ class Access:
 
     # -- who makes it
 
+    def admit(self, caller: Caller, grant: Grant) -> None:
+        """Take the grant of a caller of the Unix socket, which the broker gives."""
+        if grant.right is Right.NONE:
+            self._granted.pop(caller, None)
+        else:
+            self._granted[caller] = grant
+
     def person(self, request: Request) -> Person | None:
         """Return who makes a request; None for somebody who is not let in."""
         session = self._session(request)
         if session is not None:
-            return Person(session.name, session.csrf, has_session=True)
-        caller = request.caller
-        if caller is None:
+            return Person(session.name, session.csrf, session.grant, has_session=True)
+        return self._by_kernel(request.caller, request.headers)
+
+    def may_ask_for_links(self, request: Request) -> Person | None:
+        """Return a caller of the Unix socket who may ask for a login link; None for all others, the proxy's user included."""
+        return self._by_kernel(request.caller, {})
+
+    def _by_kernel(self, caller: Caller | None, headers: Mapping[str, str]) -> Person | None:
+        grant = self._granted.get(caller) if caller is not None else None
+        if grant is None:
             return None
-        if caller.uid == self._proxy_uid:
-            return self._by_proxy(request.headers)
-        if self._admits(caller):
-            return self._without_session(user_name(caller.uid))
-        return None
-
-    def may_ask_for_links(self, request: Request) -> str | None:
-        """Return the name of a caller of the Unix socket who may ask for a login link; None for all others."""
-        caller = request.caller
-        if caller is None or caller.uid == self._proxy_uid or not self._admits(caller):
-            return None
-        return user_name(caller.uid)
-
-    def _admits(self, caller: Caller) -> bool:
-        return caller.uid in self._uids or not self._gids.isdisjoint(caller.groups)
-
-    def _by_proxy(self, headers: Mapping[str, str]) -> Person | None:
-        name = headers.get(self._user_header, "").strip() if self._user_header else ""
-        if not name or len(name) > _MAX_NAME or not name.isprintable():
-            return None
-        return self._without_session(name)
-
-    def _without_session(self, name: str) -> Person:
+        name = grant.name
+        if not name:
+            name = headers.get(self._user_header, "").strip() if self._user_header else ""
+            if not name or len(name) > _MAX_NAME or not name.isprintable():
+                return None
         csrf = hmac.new(self._secret, name.encode("utf-8", "surrogateescape"), hashlib.sha256).hexdigest()
-        return Person(name, csrf, has_session=False)
+        return Person(name, csrf, grant, has_session=False)
 
     def check_form(self, person: Person, token: str) -> None:
         """Refuse a form that does not carry the token of the person. Raises NotPermitted."""
@@ -183,14 +180,14 @@ class Access:
 
     # -- links and sessions
 
-    def new_link(self, name: str) -> str:
-        """Return the token of a new one-time link for a person."""
+    def new_link(self, person: Person) -> str:
+        """Return the token of a new one-time link, which gives the person's grant."""
         now = self._now()
         self._links = {key: link for key, link in self._links.items() if link.until > now}
         while len(self._links) >= _MAX_LINKS:
             del self._links[next(iter(self._links))]
         token = secrets.token_urlsafe(32)
-        self._links[_digest(token)] = _Link(name, now + LINK_SECONDS)
+        self._links[_digest(token)] = _Link(person.name, person.grant, now + LINK_SECONDS)
         return token
 
     def log_in(self, token: str, *, is_secure: bool) -> str:
@@ -215,8 +212,10 @@ class Access:
         while len(self._sessions) >= _MAX_SESSIONS:
             del self._sessions[next(iter(self._sessions))]
         id_ = secrets.token_urlsafe(32)
-        self._sessions[_digest(id_)] = _Session(link.name, secrets.token_hex(32), is_secure, now, now)
-        return self._cookie(id_, int(_SESSION_SECONDS), is_secure=is_secure)
+        self._sessions[_digest(id_)] = _Session(
+            link.name, secrets.token_hex(32), link.grant, is_secure, now, now
+        )
+        return self._cookie(id_, int(SESSION_SECONDS), is_secure=is_secure)
 
     def log_out(self, request: Request) -> str:
         """End the session of a request, and return the cookie that replaces it."""
@@ -239,7 +238,7 @@ class Access:
 
     @staticmethod
     def _is_over(session: _Session, now: float) -> bool:
-        return now - session.began > _SESSION_SECONDS or now - session.seen > _IDLE_SECONDS
+        return now - session.began > SESSION_SECONDS or now - session.seen > _IDLE_SECONDS
 
     @staticmethod
     def _cookie(value: str, seconds: int, *, is_secure: bool) -> str:

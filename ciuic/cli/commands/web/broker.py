@@ -11,6 +11,7 @@ whatever becomes of the page. Not more than `_MAX_ACTIONS` run at once.
 from __future__ import annotations
 
 import os
+import posixpath
 import subprocess
 import time
 from collections.abc import AsyncGenerator
@@ -23,10 +24,13 @@ import msgspec
 import structlog
 import trio
 
+from ciuic.cli.commands.web.grants import Grants
 from ciuic.cli.commands.web.jobs import CompareQuestion, Question
 from ciuic.cli.commands.web.live import SocketClient
 from ciuic.cli.commands.web.looks import Looks
+from ciuic.cli.commands.web.rights import ACTIONS, TYPED
 from ciuic.errors import Busy, CiuicError, NotPermitted, Unreachable, UsageError
+from ciuic.printable import one_line
 from ciuic.protocol.control import ControlClient
 from ciuic.protocol.control_types import rfc3339
 from ciuic.protocol.http_server import Reply, Request, document, refusal
@@ -58,12 +62,16 @@ class Order(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     kind: Kind
     who: str
+    grant: str = ""
+    """Token of the grant by which it is wanted."""
     snapshot: str = ""
     path: str = ""
     """Path to restore, percent-encoded."""
     dest: str = ""
     """Directory that gets it, encoded likewise; empty to put it in its place, over what is there."""
     message: str = ""
+    typed: str = ""
+    """What the person has typed to confirm (`to_be_typed`)."""
     last_good: bool = False
     """Plan only: use the newest snapshot whose newest checkpoint below the path is GOOD, instead of ``snapshot``."""
 
@@ -160,6 +168,18 @@ def words_of(order: Order) -> list[str | bytes]:
     return ["forget", id_, "--yes", "--json"]
 
 
+def to_be_typed(order: Order) -> str:
+    """Return what a person types to confirm what overwrites or deletes; empty where nothing has to be (`rights.TYPED`)."""
+    if order.kind == "restore":
+        return last_name(_path(order.dest or order.path))
+    return order.snapshot if order.kind in TYPED else ""
+
+
+def last_name(path: bytes) -> str:
+    """Return the last name of a path, on one line."""
+    return one_line(posixpath.basename(path.rstrip(b"/")) or b"/")
+
+
 def shown_words(words: list[str | bytes]) -> str:
     """Return the command as a shell takes it."""
     return " ".join(word(os.fsencode(one)) for one in ("ciuic", *words))
@@ -252,6 +272,7 @@ class Broker:
         may_act: Actions that change something are carried out.
         log: Log of them.
         looks: Answers questions that take long.
+        grants: Grants that orders need.
         nursery: Nursery in which they run, which nobody's hanging up ends.
     """
 
@@ -263,6 +284,7 @@ class Broker:
         may_act: bool,
         log: ActionLog,
         looks: Looks,
+        grants: Grants,
         nursery: trio.Nursery,
     ) -> None:
         self._control = control
@@ -270,6 +292,7 @@ class Broker:
         self._may_act = may_act
         self._log = log
         self._looks = looks
+        self._grants = grants
         self._nursery = nursery
         self._actions: dict[int, Action] = {}
         # Not from 0: an action of the log that this process did not run must not get the number of one that it did.
@@ -327,11 +350,17 @@ class Broker:
             order = decode_json(body, Order)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise UsageError(f"the order cannot be read: {error}") from error
+        # A proxy alone says who calls.
+        order.who = self._grants.check(order.grant, ACTIONS[order.kind]).name or order.who
         words = words_of(order)
         if order.kind in CHANGES and not self._may_act:
             raise NotPermitted(
                 "this page only shows: it may change nothing", hint="actions = true in the table [web]"
             )
+        needed = to_be_typed(order)
+        # Blanks around it are easily typed, and easily left out where the name has them.
+        if order.typed.strip() != needed.strip() and needed:
+            raise UsageError(f"to confirm, type {needed}", hint="go back, and type it as it stands there")
         if sum(one.progress.code is None for one in self._actions.values()) >= _MAX_ACTIONS:
             raise Busy(f"{_MAX_ACTIONS} actions run already", hint="wait for one of them to end")
         self._count += 1

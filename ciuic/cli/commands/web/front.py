@@ -19,7 +19,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
-from urllib.parse import parse_qsl, quote, quote_from_bytes, unquote, unquote_to_bytes, urlencode
+from urllib.parse import parse_qsl, quote, quote_from_bytes, unquote, urlencode
 
 import jinja2
 import msgspec
@@ -29,7 +29,15 @@ import trio
 from ciuic import __version__
 from ciuic.cli.commands.pick.answers import size_of
 from ciuic.cli.commands.web.access import Access, Misdirected, Person
-from ciuic.cli.commands.web.broker import CHANGES, LogLine, Order, Progress, shown_words, words_of
+from ciuic.cli.commands.web.broker import (
+    CHANGES,
+    LogLine,
+    Order,
+    Progress,
+    last_name,
+    shown_words,
+    words_of,
+)
 from ciuic.cli.commands.web.changes import (
     MAX_DIRECTORIES,
     MAX_PATHS,
@@ -50,6 +58,7 @@ from ciuic.cli.commands.web.jobs import (
 )
 from ciuic.cli.commands.web.live import Live, SocketClient
 from ciuic.cli.commands.web.reading import PIECE_BYTES, LastGoodCheckpoint, Readers, Reading, path_of
+from ciuic.cli.commands.web.rights import Admission, Right, needed_right
 from ciuic.cli.commands.web.training import chart_of, value_at, with_before
 from ciuic.cli.shared import times
 from ciuic.errors import CiuicError, NotFound, NotPermitted, UsageError
@@ -132,6 +141,7 @@ class Front:
         readers: Threads that read the snapshots.
         broker: The process that may act.
         live: Events for pages that are open.
+        admission: Who has which right, for those who are refused.
         may_act: The broker carries out actions.
         host: Name of this host.
         remote: URL of the remote that is shown; empty for a repository of this host.
@@ -145,6 +155,7 @@ class Front:
         broker: SocketClient,
         live: Live,
         *,
+        admission: Admission,
         may_act: bool,
         host: str,
         links: str = "",
@@ -154,6 +165,7 @@ class Front:
         self._readers = readers
         self._broker = broker
         self._live = live
+        self._admission = admission
         self._may_act = may_act
         self._host = host
         self._links = links
@@ -222,12 +234,14 @@ class Front:
         if person is None:
             return self._page("login.html", None, {"token": ""}, 401)
         handler = self._routes.get((method, request.path))
-        if handler is None:
+        asked = Asked(request, person, _fields(request))
+        needed = needed_right(method, request.path, asked.get("kind"))
+        if handler is None or needed is None:
             raise NotFound("there is no such page", hint="the pages are in the menu above")
-        fields = _fields(request)
+        self._admission.check(person.right, needed)
         if method == "POST":
-            self._access.check_form(person, fields.get("csrf", ""))
-        return await handler(Asked(request, person, fields))
+            self._access.check_form(person, asked.fields.get("csrf", ""))
+        return await handler(asked)
 
     async def _failure(self, request: Request, error: CiuicError) -> Reply:
         try:
@@ -252,6 +266,8 @@ class Front:
         text = self._templates.get_template(template).render(
             person=person,
             may_act=self._may_act,
+            restores=person is not None and person.right >= Right.RESTORE,
+            decides=self._may_act and person is not None and person.right >= Right.DECIDE,
             host=self._host,
             remote=self._remote,
             tag=self._tag,
@@ -284,12 +300,10 @@ class Front:
     def _new_link(self, request: Request) -> Reply:
         # A command asks, and no browser, which would say where it comes from.
         is_browser = not {"origin", "sec-fetch-site", "referer"}.isdisjoint(request.headers)
-        name = self._access.may_ask_for_links(request) if request.method == "POST" else None
-        if name is None or is_browser:
-            raise NotPermitted(
-                "links are for who may use the daemon's control socket", hint="ciuic web --login"
-            )
-        return document({"path": f"/login?token={self._access.new_link(name)}", "page": self._links})
+        person = self._access.may_ask_for_links(request) if request.method == "POST" else None
+        if person is None or is_browser:
+            raise NotPermitted("links are for who may look at this page", hint="ciuic web --login")
+        return document({"path": f"/login?token={self._access.new_link(person)}", "page": self._links})
 
     async def _log_out(self, asked: Asked) -> Reply:
         return Reply(303, headers=(("location", "/"), ("set-cookie", self._access.log_out(asked.request))))
@@ -601,7 +615,6 @@ class Front:
                 "snapshot": snapshot,
                 "path": located.path,
                 "entry": located.entry,
-                "root": located.root.path,
             }
 
         return await self._rendered("restore.html", asked, question)
@@ -612,10 +625,12 @@ class Front:
                 {
                     "kind": kind,
                     "who": asked.person.name,
+                    "grant": asked.person.grant.token,
                     "snapshot": asked.get("s"),
                     "path": quote_from_bytes(asked.path()) if asked.get("p") else "",
                     "dest": quote_from_bytes(asked.path("dest")) if asked.get("dest") else "",
                     "message": asked.get("message"),
+                    "typed": asked.get("typed"),
                     "last_good": kind == "plan" and bool(asked.get("good")),
                 },
                 Order,
@@ -646,7 +661,7 @@ class Front:
         return Reply(303, headers=(("location", f"/plan?{query}"),))
 
     async def _plan(self, asked: Asked) -> Reply:
-        """Show what a restore would do; the form below it asks for the root's name."""
+        """Show what a restore would do; the form below it asks for the name of what is written."""
         path = asked.path()
         progress = await self._now(asked.number("n"))
         if progress.words != shown_words(words_of(self._order(asked, "plan"))):
@@ -661,7 +676,6 @@ class Front:
             return {
                 "snapshot": snapshot,
                 "path": located.path,
-                "root": located.root.path,
                 "dest": asked.path("dest") if asked.get("dest") else b"",
                 "progress": progress,
                 "plan": plan,
@@ -679,16 +693,11 @@ class Front:
                     yield decode_json(line, Progress)
 
     async def _act(self, asked: Asked) -> Reply:
-        """Begin an action that changes something, once what it needs was typed."""
+        """Begin an action that changes something."""
         kind = asked.get("kind")
         if kind not in CHANGES:
             raise UsageError("there is no such action")
-        order = self._order(asked, kind)
-        needed = await self._readers.ask(lambda reading: _to_be_typed(reading, order))
-        # Blanks around it are easily typed, and easily left out where the name has them.
-        if needed and asked.get("typed").strip() != needed.strip():
-            raise UsageError(f"to confirm, type {needed}", hint="go back, and type it as it stands there")
-        begun = await self._begin(order)
+        begun = await self._begin(self._order(asked, kind))
         return Reply(303, headers=(("location", f"/action?n={begun.action}"),))
 
     async def _action(self, asked: Asked) -> Reply:
@@ -726,17 +735,6 @@ class Front:
 
 def _piece(reading: Reading, *, text: str, path: bytes, at: int, length: int) -> bytes:
     return reading.file(text, path).read(at, length)
-
-
-def _to_be_typed(reading: Reading, order: Order) -> str:
-    """Return what a person types to confirm: the name of the root that is written to, or the id that is forgotten."""
-    if order.kind == "forget":
-        return order.snapshot
-    if order.kind == "restore" and not order.dest:
-        repository, snapshot = reading.snapshot(order.snapshot)
-        root = reading.located(repository, snapshot, unquote_to_bytes(order.path)).root.path
-        return one_line(posixpath.basename(root) or b"/")
-    return ""
 
 
 def _goods_of(incident: Incident, goods: Mapping[bytes, LastGoodCheckpoint]) -> list[LastGoodCheckpoint]:
@@ -792,7 +790,7 @@ def _templates() -> jinja2.Environment:
         "below": join,
         "bytes_of": size_of,
         "q": _quoted,
-        "base": lambda path: one_line(posixpath.basename(path) or b"/"),
+        "base": last_name,
         "plural": plural,
         "kind": _kind,
         "mode": stat.filemode,

@@ -21,6 +21,7 @@ import trio
 from ciuic.cli.commands.web.access import Access
 from ciuic.cli.commands.web.confinement import confine
 from ciuic.cli.commands.web.front import Front
+from ciuic.cli.commands.web.grants import HandedListener
 from ciuic.cli.commands.web.jobs import FrontJob
 from ciuic.cli.commands.web.live import Live, SocketClient
 from ciuic.cli.commands.web.reading import Readers
@@ -44,20 +45,28 @@ async def _until_input_ends() -> None:
 
 
 async def _serve(job: FrontJob) -> None:
-    access = Access(
-        hosts=job.hosts, uids=job.uids, gids=job.gids, proxy_uid=job.proxy_uid, user_header=job.user_header
-    )
+    access = Access(hosts=job.hosts, user_header=job.user_header)
     broker, live = SocketClient(job.broker), Live()
     readers = Readers(job.session, bytes.fromhex(job.verdict_key))
     front = Front(
-        access, readers, broker, live, may_act=job.may_act, host=job.host, links=job.links, remote=job.remote
+        access,
+        readers,
+        broker,
+        live,
+        admission=job.admission,
+        may_act=job.may_act,
+        host=job.host,
+        links=job.links,
+        remote=job.remote,
     )
     ended = trio.Event()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(live.follow, broker)
+        serve = partial(serve_http, send_seconds=_SEND_SECONDS, strangers_yield=True)
         for fd in job.sockets:
-            serve = partial(serve_http, send_seconds=_SEND_SECONDS, strangers_yield=True)
             await nursery.start(serve, front, socket.socket(fileno=fd), ended.wait)
+        if job.connections >= 0:
+            await nursery.start(serve, front, HandedListener(job.connections, access), ended.wait)
         sys.stdout.write("ready\n")
         sys.stdout.flush()
         await _until_input_ends()

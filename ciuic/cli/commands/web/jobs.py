@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from ciuic.cli.commands.web.rights import ROOT_ALONE, Admission
 from ciuic.cli.shared.session import Session
 
 
@@ -18,6 +19,8 @@ class FrontJob(msgspec.Struct, kw_only=True, frozen=True):
 
     sockets: tuple[int, ...]
     """Descriptors of the listening sockets."""
+    connections: int = -1
+    """Descriptor over which the broker hands connections of the Unix socket; -1 for none."""
     broker: str
     """Path of the broker's socket."""
     repository: str = ""
@@ -35,8 +38,7 @@ class FrontJob(msgspec.Struct, kw_only=True, frozen=True):
     links: str = ""
     may_act: bool = False
     hosts: tuple[str, ...] = ()
-    uids: tuple[int, ...] = (0,)
-    gids: tuple[int, ...] = ()
+    admission: Admission = ROOT_ALONE
     proxy_uid: int | None = None
     user_header: str = ""
     run_as: tuple[int, int] | None = None

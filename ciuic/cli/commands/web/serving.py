@@ -19,10 +19,12 @@ import structlog
 import trio
 
 from ciuic.cli.commands.web.broker import ActionLog, Broker
+from ciuic.cli.commands.web.grants import Grants
 from ciuic.cli.commands.web.jobs import FrontJob
 from ciuic.cli.commands.web.looks import Looks
 from ciuic.errors import Busy, CiuicError, NotPermitted
 from ciuic.protocol.http_server import serve_http
+from ciuic.protocol.peer_socket import allow_descriptors
 from ciuic.system.child_process import environment, module_command
 
 WEB_SOCKET: Final = "web.sock"
@@ -54,6 +56,8 @@ def unix_listener(
             else:
                 raise Busy(f"another ciuic web listens at {path}")
         listener = socket.socket(socket.AF_UNIX)
+        # Closing another user's descriptor may block (`peer_socket`).
+        allow_descriptors(listener, allowed=False)
         listener.bind(os.fspath(path))
         # Before listen(2), so that nobody connects while the mode is that of the umask.
         path.chmod(mode)
@@ -121,15 +125,23 @@ class Page:
         self._log = log
         self._secrets = secrets
         self._is_unconfined = False
-        self._sockets = [unix_listener(directory / WEB_SOCKET, 0o666)]
+        self._grants = Grants(job.admission, job.proxy_uid)
+        self._web_socket = unix_listener(directory / WEB_SOCKET, 0o666)
+        # Both ends stay here: what a front that dies has not taken, the next one takes.
+        self._channel, front_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Nothing is read from it: what is queued there would never be taken.
+        self._channel.shutdown(socket.SHUT_RD)
+        self._sockets = [front_end]
         # In a directory that the front can enter because it may read everything: other processes of its user cannot.
         self._broker_socket = unix_listener(
             directory / _BROKER_SOCKET, 0o600, job.run_as, directory_mode=0o700
         )
         if listen is not None:
             self._sockets.append(tcp_listener(listen))
-        fds = tuple(one.fileno() for one in self._sockets)
-        self._job = msgspec.structs.replace(job, sockets=fds, broker=str(directory / _BROKER_SOCKET))
+        connections, *fds = (one.fileno() for one in self._sockets)
+        self._job = msgspec.structs.replace(
+            job, sockets=tuple(fds), connections=connections, broker=str(directory / _BROKER_SOCKET)
+        )
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT.
@@ -146,9 +158,11 @@ class Page:
                     may_act=self._job.may_act,
                     log=self._log,
                     looks=Looks(self._job, self._secrets),
+                    grants=self._grants,
                     nursery=acting,
                 )
                 await serving.start(serve_http, broker, self._broker_socket, ended.wait)
+                serving.start_soon(self._grants.hand_over, self._web_socket, self._channel)
                 serving.start_soon(self._keep_front, serving.cancel_scope)
                 async for _ in signals:
                     break
@@ -167,7 +181,7 @@ class Page:
                 module_command("ciuic.cli.commands.web.front_process"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                pass_fds=self._job.sockets,
+                pass_fds=(self._job.connections, *self._job.sockets),
                 env={**environment(), **self._secrets},
                 cwd="/",
             )

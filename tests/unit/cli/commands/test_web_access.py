@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 
 from ciuic.cli.commands.web.access import COOKIE, LINK_SECONDS, Access, Misdirected, Person
+from ciuic.cli.commands.web.grants import Grants
+from ciuic.cli.commands.web.rights import Admission, Grant, Right, RightGroup
 from ciuic.errors import NotPermitted
 from ciuic.protocol.http_server import Request
 from ciuic.protocol.peer_socket import Caller
+
+ANNA = Person("anna", "", Grant(right=Right.RESTORE), has_session=False)
 
 
 class Clock:
@@ -31,11 +35,11 @@ def test_a_link_works_once_and_not_for_long() -> None:
     """A link is taken by its first use and is void after five minutes; a session ends when it idles and after half a day."""
     clock = Clock()
     access = Access(now=clock)
-    late = access.new_link("anna")
+    late = access.new_link(ANNA)
     clock.now += LINK_SECONDS
     with pytest.raises(NotPermitted):
         access.log_in(late, is_secure=False)
-    token = access.new_link("anna")
+    token = access.new_link(ANNA)
     cookie = access.log_in(token, is_secure=True)
     with pytest.raises(NotPermitted):
         access.log_in(token, is_secure=False)
@@ -43,7 +47,7 @@ def test_a_link_works_once_and_not_for_long() -> None:
     asks = request({"cookie": f"other=1; {cookie.partition(';')[0]}"})
     person = access.person(asks)
     assert person is not None
-    assert person.name == "anna"
+    assert (person.name, person.right) == ("anna", Right.RESTORE)
     for _ in range(13):
         assert access.person(asks) is not None
         clock.now += 3500
@@ -54,7 +58,7 @@ def test_a_session_that_idles_ends() -> None:
     """An hour without a request ends a session, and so does logging out."""
     clock = Clock()
     access = Access(now=clock)
-    cookies = [access.log_in(access.new_link("anna"), is_secure=False).partition(";")[0] for _ in range(2)]
+    cookies = [access.log_in(access.new_link(ANNA), is_secure=False).partition(";")[0] for _ in range(2)]
     idle, left = (request({"cookie": cookie}) for cookie in cookies)
     assert access.log_out(left).startswith(f"{COOKIE}=;")
     assert access.person(left) is None
@@ -63,29 +67,50 @@ def test_a_session_that_idles_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("caller", "headers", "name"),
+    ("caller", "headers", "name", "right"),
     [
-        (peer(0), {}, "root"),
-        (peer(4321, 7), {}, "4321"),
-        (peer(4321), {}, None),
-        (None, {}, None),
-        (None, {"x-remote-user": "anna"}, None),
-        (peer(4321, 7), {"x-remote-user": "anna"}, "4321"),
-        (peer(33), {"x-remote-user": "anna"}, "anna"),
-        (peer(33), {}, None),
-        (peer(33), {"x-remote-user": "a\x1bb"}, None),
-        (None, {"cookie": f"{COOKIE}=stolen"}, None),
+        (peer(0), {}, "root", Right.DECIDE),
+        (peer(4321, 7), {}, "4321", Right.LOOK),
+        (peer(4321, 7, 8), {}, "4321", Right.RESTORE),
+        (peer(4321, 9), {}, "4321", Right.DECIDE),
+        (peer(4321), {}, None, None),
+        (None, {}, None, None),
+        (None, {"x-remote-user": "anna"}, None, None),
+        (peer(4321, 7), {"x-remote-user": "root"}, "4321", Right.LOOK),
+        (peer(33, 7), {"x-remote-user": "root"}, "root", Right.LOOK),
+        (peer(33), {"x-remote-user": "root"}, None, None),
+        (peer(33, 9), {}, None, None),
+        (peer(33, 9), {"x-remote-user": "a\x1bb"}, None, None),
+        (None, {"cookie": f"{COOKIE}=stolen"}, None, None),
     ],
 )
 def test_who_calls_is_what_the_kernel_or_the_proxy_says(
-    caller: Caller | None, headers: dict[str, str], name: str | None
+    caller: Caller | None, headers: dict[str, str], name: str | None, right: Right | None
 ) -> None:
-    """Users and groups are those of the socket; a header counts from the proxy's user alone."""
-    access = Access(uids=[0], gids=[7], proxy_uid=33, user_header="X-Remote-User")
+    """Users and groups, and so rights, are those of the socket; a proxy's header gives a name, and the proxy's right."""
+    groups = (
+        RightGroup(Right.LOOK, "l", 7),
+        RightGroup(Right.RESTORE, "r", 8),
+        RightGroup(Right.DECIDE, "d", 9),
+    )
+    access = Access(user_header="X-Remote-User")
+    if caller is not None:
+        access.admit(caller, Grants(Admission(groups=groups), proxy_uid=33).of(caller))
     person = access.person(request(headers, caller))
-    assert (person.name if person else None) == name
+    assert (person and (person.name, person.right)) == (name and (name, right))
     asks = access.may_ask_for_links(request(headers, caller))
-    assert asks == (name if caller is not None and caller.uid != 33 else None)
+    assert asks == (person if caller is not None and caller.uid != 33 else None)
+
+
+def test_a_session_has_the_right_of_its_link() -> None:
+    """A link gives the right that who asked for it had, whoever takes it, and whatever socket it is taken over."""
+    access = Access()
+    for right in (Right.LOOK, Right.RESTORE, Right.DECIDE):
+        link = access.new_link(ANNA._replace(grant=Grant(right=right)))
+        cookie = access.log_in(link, is_secure=False).partition(";")[0]
+        person = access.person(request({"cookie": cookie}, peer(0)))
+        assert person is not None
+        assert person.right is right
 
 
 @pytest.mark.parametrize(
@@ -125,7 +150,7 @@ def test_forms_carry_the_token_of_the_session() -> None:
     access = Access()
     people = []
     for _ in range(2):
-        cookie = access.log_in(access.new_link("anna"), is_secure=False).partition(";")[0]
+        cookie = access.log_in(access.new_link(ANNA), is_secure=False).partition(";")[0]
         person = access.person(request({"cookie": cookie}))
         assert isinstance(person, Person)
         people.append(person)

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ciuic.cli.commands.web import broker
-from ciuic.cli.commands.web.broker import ActionLog, LogLine, Order, words_of
+from ciuic.cli.commands.web.broker import ActionLog, LogLine, Order, to_be_typed, words_of
+from ciuic.cli.commands.web.rights import ACTIONS, TYPED
 from ciuic.errors import UsageError
 
 _NAMES = st.binary(min_size=1, max_size=20).map(lambda name: name.replace(b"/", b"-").replace(b"\0", b"0"))
@@ -44,6 +45,25 @@ def test_what_is_no_order_is_refused(order: Order) -> None:
     """Ids are whole ids, paths absolute and without steps up, messages one line."""
     with pytest.raises(UsageError):
         words_of(order)
+
+
+@pytest.mark.parametrize(
+    ("order", "typed"),
+    [
+        (Order(kind="restore", who="a", snapshot="cs-abcdef", path="/home/anna/a%0Ab"), r"a\nb"),
+        (Order(kind="restore", who="a", snapshot="cs-abcdef", path="/a", dest="/etc/cron.d/"), "cron.d"),
+        (Order(kind="restore", who="a", snapshot="cs-abcdef", path="/"), "/"),
+        (Order(kind="undo", who="a", snapshot="cs-abcdef"), "cs-abcdef"),
+        (Order(kind="forget", who="a", snapshot="cs-abcdef"), "cs-abcdef"),
+        *(
+            (Order(kind=kind, who="a", snapshot="cs-abcdef", path="/a"), "")
+            for kind in ACTIONS.keys() - TYPED.keys()
+        ),
+    ],
+)
+def test_what_overwrites_or_deletes_is_typed(order: Order, typed: str) -> None:
+    """A restore asks for the last name of what it writes, wherever that is; undo and forget ask for the snapshot."""
+    assert to_be_typed(order) == typed
 
 
 def _line(action: int) -> LogLine:
