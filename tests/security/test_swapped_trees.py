@@ -13,10 +13,15 @@ from support.restoring import take
 from support.second_user import MADE_UP, run_as
 from support.until import until
 
+from ciuic.artefacts.folder import ExportFolder
 from ciuic.compare.diff import LiveNode
 from ciuic.errors import CiuicError
+from ciuic.lazy.service import LazyRestore
 from ciuic.repository import Repository
+from ciuic.system import mountinfo
 from ciuic.training.convert.destination import new_directory
+from ciuic.view.mount import MountedView
+from ciuic.view.tree import ViewTree
 
 pytestmark = pytest.mark.mount
 
@@ -155,3 +160,72 @@ def test_a_shell_does_not_take_roots_rights_from_an_exchanged_root(live: Live, s
     assert (
         live.run("--trust-repository", "shell", "--at", "latest", "id", "-u").stdout == b"%d\n" % MADE_UP.uid
     )
+
+
+def test_what_is_mounted_is_detached_where_it_is_by_then(live: Live, short_tmp: Path) -> None:
+    """A lazy restore ends with a plain directory, and a view leaves no dead mount, also where a directory above was renamed."""
+    home = short_tmp / "home"
+    _owned(home, home / "root", home / "above")
+    (home / "root/file").write_text("of the user")
+    rename = "os.chdir(sys.argv[1]); os.rename('above', 'moved')"
+
+    def exchange(_: object) -> None:
+        assert run_as(MADE_UP, rename, str(home)).returncode == 0
+
+    with Repository.create(live.repository) as repository:
+        snapshot = take(repository, home / "root")
+        LazyRestore(
+            repository,
+            snapshot,
+            os.fsencode(home / "root"),
+            os.fsencode(home / "above"),
+            status_directory=short_tmp,
+        ).run(exchange)
+        assert (home / "moved/root/file").read_text() == "of the user"
+        _owned(home / "above", home / "above/view")
+        (home / "moved").rename(home / "restored")
+        tree = ViewTree(repository.snapshots, lambda _: repository, snapshot.id)
+        view = MountedView(tree, os.fsencode(home / "above/view"), lambda _: None, for_others=False)
+        exchange(None)
+        view.close()
+    below = os.fsencode(home)
+    assert [mount for mount in mountinfo.read() if mount.mount_point.startswith(below)] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "destination"),
+    [
+        (("drill", "--scratch"), "scratch"),
+        (("shell", "--scratch"), "scratch"),
+        (("copy",), "copy"),
+    ],
+)
+def test_root_puts_no_files_below_another_users_directory(
+    live: Live, short_tmp: Path, words: tuple[str, ...], destination: str
+) -> None:
+    """What root restores for itself, or copies, does not lie where another user may exchange it meanwhile."""
+    home, root = short_tmp / "home", short_tmp / "root"
+    _owned(home)
+    root.mkdir()
+    (root / "file").write_text("of root")
+    with Repository.create(live.repository) as repository:
+        take(repository, root)
+    if words[-1] == "--scratch":
+        (home / destination).mkdir()
+    last = ("true",) if words[0] == "shell" else ()
+    trust = ("--trust-repository",) if words[0] == "shell" else ()
+    done = live.run(*trust, *words, str(home / destination), *last, expect=7)
+    assert b"owned by another user" in done.stderr
+    assert [path for path in home.rglob("*") if path.name != destination] == []
+
+
+def test_an_artefact_is_not_begun_behind_a_link(live: Live, short_tmp: Path) -> None:
+    """Root makes no directory for an artefact where another user's link leads."""
+    home, victim = short_tmp / "home", short_tmp / "victim"
+    _owned(home)
+    victim.mkdir()
+    (home / "above").symlink_to(victim)
+    os.chown(home / "above", MADE_UP.uid, MADE_UP.gid, follow_symlinks=False)
+    with pytest.raises(CiuicError, match=f"symbolic link of user {MADE_UP.uid}"):
+        ExportFolder(home / "above/artefact")
+    assert list(victim.iterdir()) == []
