@@ -15,6 +15,7 @@ from support.until import until
 
 from ciuic.artefacts.folder import ExportFolder
 from ciuic.compare.diff import LiveNode
+from ciuic.config import load_config
 from ciuic.errors import CiuicError
 from ciuic.lazy.service import LazyRestore
 from ciuic.repository import Repository
@@ -229,3 +230,19 @@ def test_an_artefact_is_not_begun_behind_a_link(live: Live, short_tmp: Path) -> 
     with pytest.raises(CiuicError, match=f"symbolic link of user {MADE_UP.uid}"):
         ExportFolder(home / "above/artefact")
     assert list(victim.iterdir()) == []
+
+
+def test_a_link_above_a_root_names_no_other_root(live: Live, short_tmp: Path) -> None:
+    """Root neither protects nor stops protecting a directory of somebody else to which another user's link leads."""
+    home, other = short_tmp / "home", short_tmp / "other"
+    _owned(home, home / "above", home / "above/root")
+    (other / "root").mkdir(parents=True)
+    live.run("protect", str(home / "above/root"), str(other / "root"))
+    exchange = "os.chdir(sys.argv[1]); os.rename('above', 'aside'); os.symlink(sys.argv[2], 'above')"
+    assert run_as(MADE_UP, exchange, str(home), str(other)).returncode == 0
+    live.run("unprotect", str(home / "above/root"))
+    assert [root.path for root in load_config(live.config).roots] == [other / "root"]
+    live.run("unprotect", str(other / "root"))
+    done = live.run("protect", str(home / "above/root"), expect=1)
+    assert f"symbolic link of user {MADE_UP.uid}".encode() in done.stderr
+    assert load_config(live.config).roots == ()

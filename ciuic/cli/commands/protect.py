@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,7 +120,9 @@ def protect(
 
 
 def _canonical(path: bytes) -> Path:
-    from ciuic.config import canonical_root
+    from ciuic.config import canonical_root, is_ciuic_mount
+    from ciuic.restore.destination import open_way
+    from ciuic.system import mountinfo
 
     try:
         # TOML is UTF-8, and so is the flat file.
@@ -129,7 +132,13 @@ def _canonical(path: bytes) -> Path:
             f"{shown(path)} is not UTF-8, and a configuration file cannot name it",
             hint="rename the directory, or protect the one above it",
         ) from None
-    return canonical_root(path.decode())
+    root = canonical_root(path.decode())
+    absolute = os.path.abspath(path)
+    if absolute != os.fsencode(root) and not is_ciuic_mount(root, mountinfo.read()):
+        # Refuses a link of another user that leads to a directory of somebody else. OSError: what is there is said later.
+        with suppress(OSError):
+            os.close(open_way(absolute))
+    return root
 
 
 def _new_roots(config: Config, asked: Sequence[Path], driver: Driver) -> list[RootConfig]:
@@ -323,8 +332,12 @@ def unprotect_command(paths: tuple[bytes, ...], as_json: bool) -> None:
     """
     from ciuic.config import canonical_root
 
-    asked = list(dict.fromkeys(canonical_root(os.fsdecode(path)) for path in paths))
-    unprotect(current(), asked, as_json=as_json)
+    session = current()
+    # A root's own path first: the owner of a directory above may have put a link there that leads to another root.
+    known = {root.path for root in session.config.roots}
+    named = [(Path(os.path.abspath(os.fsdecode(path))), path) for path in paths]
+    asked = [absolute if absolute in known else canonical_root(os.fsdecode(path)) for absolute, path in named]
+    unprotect(session, list(dict.fromkeys(asked)), as_json=as_json)
 
 
 def unprotect(session: Session, asked: Sequence[Path], *, as_json: bool = False) -> None:
