@@ -27,7 +27,7 @@ from ciuic.cli.shared.options import DIRECTORY, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.overlay_fate import overlay_fate, remedy
 from ciuic.cli.shared.session import Session, current
-from ciuic.errors import NotFound, NotPermitted, Unreachable, UsageError
+from ciuic.errors import CiuicError, NotFound, NotPermitted, Unreachable, UsageError
 from ciuic.system import service_manager
 
 if TYPE_CHECKING:
@@ -388,10 +388,18 @@ def _have_unmounted(session: Session, paths: Sequence[Path]) -> bool:
 
 def _remove_state(session: Session, path: Path) -> None:
     """Remove the saved tracking of a root that no daemon serves; what cannot be removed stays, and harms nothing."""
-    from ciuic.fuse_layer.system.mounts import remove_state
+    from ciuic.protocol.state_directory import remove_state
     from ciuic.protocol.worker_frames import worker_socket
+    from ciuic.restore.destination import open_way
 
     if worker_socket(session.config.runtime_dir, str(path)).exists():
         # A worker goes on serving files that a job has open, and needs its state for them.
         return
-    remove_state(str(path))
+    # Suppressed: the directory is gone, may not be read, or a link of another user leads there.
+    with suppress(OSError, CiuicError):
+        # By descriptor: the name may lead elsewhere a moment later.
+        fd = open_way(os.fsencode(path))
+        try:
+            remove_state(fd)
+        finally:
+            os.close(fd)
