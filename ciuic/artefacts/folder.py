@@ -131,8 +131,14 @@ class ExportFolder:
         self._temporary = -1
         self._changed: set[bytes] = set()
         self._is_new = not os.path.lexists(path)
-        with suppress(FileExistsError):
-            os.mkdir(path, 0o777)
+        if self._is_new:
+            # Nothing is made where another user's link leads, as `open_way` makes nothing there.
+            above = open_way(os.fsencode(path.absolute().parent))
+            try:
+                with suppress(FileExistsError):
+                    os.mkdir(path.absolute().name, 0o777, dir_fd=above)
+            finally:
+                os.close(above)
         self.fd: Final = open_way(os.fsencode(path.absolute()))
         try:
             require_own_directory(path)

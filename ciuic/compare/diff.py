@@ -27,7 +27,7 @@ from ciuic.repository import Repository
 from ciuic.repository.directory_trees import Lineage
 from ciuic.repository.lookup import Located, find, is_within, join, normalise, resolve, root_of
 from ciuic.restore.content import BlockWorker, batches
-from ciuic.restore.destination import OPEN_DIRECTORY, proc_path, stat_at
+from ciuic.restore.destination import OPEN_DIRECTORY, open_way, proc_path, stat_at
 from ciuic.system.linked_path import LinkedPath
 from ciuic.system.mountinfo import MountBorders
 from ciuic.system.xattrs import read_xattrs
@@ -68,10 +68,14 @@ class LiveNode:
 
     @classmethod
     def at(cls, path: bytes) -> LiveNode:
-        """Open the directory that a path is in. Symbolic links above it are followed: a root is where its path leads."""
+        """Open the directory that a path is in. Symbolic links above it are followed as a restore follows them.
+
+        Raises:
+            CiuicError: another user's link leads to a directory of somebody else.
+        """
         parent, name = posixpath.split(path)
         try:
-            return cls(os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), name)
+            return cls(open_way(parent), name)
         except OSError:
             # A directory that does not exist or that the caller may not read shows nothing.
             return cls(_NOTHING, name)

@@ -369,6 +369,7 @@ class MountedRestore:
         self._filler = Filler(repository, pending)
         self._settler = Settler(pending)
         self._mounted = False
+        self._mount: mounts.MountEntry | None = None
         self._failure: OSError | None = None
 
     def serve(self, outcome: LazyOutcome, ready: Callable[[LazyStatus], None]) -> None:
@@ -383,8 +384,10 @@ class MountedRestore:
         """
         offer = ask_kernel(self._content)
         self._pending.put_in_order()
+        before = mounts.mounts_of(_FS_TYPE)
         fuse_fd = mounts.mount_fuse(self._backing, _FS_TYPE)
         self._mounted = True
+        self._mount = mounts.new_mount(_FS_TYPE, before, self._layout.path)
         try:
             negotiated = negotiate(fuse_fd, passthrough=offer.passthrough, stack_depth=offer.stack_depth)
             core = LazyCore(
@@ -477,11 +480,11 @@ class MountedRestore:
 
     def _users(self) -> str:
         """Return who or what a detached mount would hurt, in words."""
-        entry = mounts.mount_at(self._layout.path)
-        if entry is None or entry.fs_type != _FS_TYPE:
+        entry = self._mount and mounts.mount_now(self._mount)
+        if entry is None:
             return ""
         inside = [f"{one_line(one.mount_point)} (a mount)" for one in mounts.mounts_inside(entry)]
-        users = describe(mount_users(self._layout.path, files=False))
+        users = describe(mount_users(entry.mount_point, files=False))
         return ", ".join([*inside, *([users] if users else [])])
 
     def _remove_damaged(self, outcome: LazyOutcome) -> None:
@@ -523,9 +526,9 @@ class MountedRestore:
             return
         self._mounted = False
         try:
-            mounts.detach(self._layout.path, _FS_TYPE)
+            if self._mount is not None:
+                mounts.detach_mount(self._mount)
         except OSError as error:
-            # The operator was quicker.
             log.warning("lazy_mount_not_detached", reason=str(error))
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ciuic.compare.diff import PathChange, diff_restored
-from ciuic.errors import CiuicError, Damaged, NotFound
+from ciuic.errors import CiuicError, Damaged, NotFound, NotPermitted
 from ciuic.history import latest_change
 from ciuic.printable import one_line
 from ciuic.protocol.last_drill import LastDrill
@@ -37,7 +37,9 @@ from ciuic.repository.lookup import Located, children, find, is_within, join
 from ciuic.restore import RestorePlan, RestoreTarget, Result, execute
 from ciuic.restore.attributes import REMOVABLE, SpecialFilter, kind_of
 from ciuic.restore.model import Kept
+from ciuic.system.child_process import is_privileged
 from ciuic.system.file_locks import try_lock
+from ciuic.system.ownership import find_flaw
 from ciuic.types import FLAG_MOUNTPOINT, Entry, RootRecord, Snapshot
 from ciuic.units import human_size
 from ciuic.verdicts.model import Checkpoint, Verdict
@@ -675,8 +677,16 @@ def scratch_directory(
         empty: Called before one is removed, to take away what must not be walked into.
 
     Raises:
+        NotPermitted: as root, another user may exchange what is in ``parent``.
         OSError: it cannot be made.
     """
+    # A name that nothing has: others may write to /tmp itself, and cannot rename what is in it.
+    flaw = find_flaw(parent / f"{prefix}{os.urandom(8).hex()}") if is_privileged() else None
+    if flaw is not None:
+        raise NotPermitted(
+            f"{one_line(os.fspath(parent))} is no place for root's files: {flaw.found}",
+            hint="--scratch, or TMPDIR, names a directory that root alone may rename",
+        )
     _remove_leftovers(parent, prefix, empty)
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))

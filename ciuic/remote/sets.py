@@ -9,7 +9,7 @@ Guarantees:
 * All cuts with the id of a set contain one common instant. Each lies within an unbroken hold that began before
   `ready` was created, and after `cut` stood, which stood after every `ready`. What cannot be cut within its hold
   gets no snapshot (`Daemon.hold`).
-* No host is held while it waits for another to appear, nor longer than the limit of the plan.
+* No host is held while it waits for another to appear, nor longer than the limit of the plan or its own.
 * No clock of one host is compared with another's, and no LIST is relied on.
 * Marks of an earlier meeting that somebody puts back count for nothing: the id of a set depends on a nonce of each command
   that took part, and `ready` and `cut` name it.
@@ -353,7 +353,7 @@ class SetMeeting:
         began = self._clock()
         assert self._set_id is not None
         try:
-            hold = daemon.hold(self._request.place(self._set_id), plan.hold_limit_seconds, flushed=flushed)
+            hold = daemon.hold(self._request.place(self._set_id), self._limit_seconds(plan), flushed=flushed)
         except CiuicError:
             self.give_up()
             raise
@@ -375,6 +375,10 @@ class SetMeeting:
         self._attempt += 1
         return None
 
+    def _limit_seconds(self, plan: StoredSetPlan) -> float:
+        """Return for how long this host is held at most: no other host prolongs what this one was asked for."""
+        return min(plan.hold_limit_seconds, self._request.hold_limit_seconds)
+
     def _left_out(self, reason: str) -> SetIncomplete:
         return SetIncomplete(
             f"the set {self._request.name!r} was cut, but not on this host: {reason}",
@@ -392,17 +396,19 @@ class SetMeeting:
         first, last = _ABORT_AFTER
         # Who counts is the first to know, and the others abort where it does not answer.
         share = first if counts else first + (last - first) * (self._turn + 1) / len(self._members)
-        patience_seconds = share * plan.hold_limit_seconds
+        limit_seconds = self._limit_seconds(plan)
+        patience_seconds = share * limit_seconds
         says_ready = False
         unready = list(self._members)
         ready = self._mark(plan, "ready", self._request.member)
-        while (held_seconds := self._clock() - began) < plan.hold_limit_seconds:
+        while (held_seconds := self._clock() - began) < limit_seconds:
             with suppress(RemoteUnreachable, RemoteRefused, Damaged):
                 if not says_ready:
                     says_ready = self._is_mine(ready)
                 decision = self._read(self._mark(plan, "decision"), StoredSetMark)
                 if decision is not None:
-                    return self._decided(decision)
+                    # Without this command's `ready` nobody could decide to cut.
+                    return self._decided(decision) if says_ready else None
                 if counts and says_ready:
                     self._strike_out(plan, "ready", unready)
                     if not unready:

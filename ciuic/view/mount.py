@@ -77,7 +77,9 @@ class MountedView:
             if error.errno == errno.ENOTCONN:
                 hint = f"what was mounted there is dead; take it away: umount -l {one_line(directory)}"
             raise CiuicError(f"cannot mount at {one_line(directory)}: {error.strerror}", hint=hint) from None
+        before = mounts.mounts_of(FS_TYPE)
         self._fuse_fd = (_mount_by_user if self._by_user else _mount_by_root)(directory, for_others)
+        self._mount = mounts.new_mount(FS_TYPE, before, directory)
         try:
             negotiate(self._fuse_fd, passthrough=False)
             self._filesystem = ViewFilesystem(tree, self._fuse_fd, problem, may_wait=may_wait)
@@ -96,8 +98,8 @@ class MountedView:
         with suppress(OSError, CiuicError):
             if self._by_user:
                 _fusermount("-u", "-z", "-q", "--", os.fsdecode(self.directory))
-            else:
-                mounts.detach(self.directory, FS_TYPE)
+            elif self._mount is not None:
+                mounts.detach_mount(self._mount)
         with suppress(OSError):
             os.close(self._fuse_fd)
         self._fuse_fd = -1

@@ -24,7 +24,7 @@ from ciuic.fuse_layer.system import mounts
 from ciuic.maintenance.drill import scratch_directory
 from ciuic.printable import one_line
 from ciuic.system.child_process import as_user, find_program, leave_keyring, without_secrets
-from ciuic.types import Snapshot
+from ciuic.types import Entry, Snapshot
 from ciuic.view.mount import FS_TYPE, MountedView
 from ciuic.view.tree import ViewTree
 
@@ -100,7 +100,7 @@ def run_at(
                 f"{one_line(root)} is no directory now, so that nothing can be shown there",
                 hint="make an empty directory there, or look into it by ciuic mount",
             )
-    user = user or _owner_of(roots[0])
+    user = user or _owner_of(snapshot, roots[0])
     parent = (scratch or Path(os.environ.get("TMPDIR") or "/var/tmp")).resolve()
     with scratch_directory(parent, "ciuic-shell-", _unmount_view) as place:
         if set(str(place)) & set(",:\\"):
@@ -121,7 +121,7 @@ def run_at(
             view.close()
 
 
-def _owner_of(root: bytes) -> tuple[int, int]:
+def _owner_of(snapshot: Snapshot, root: bytes) -> tuple[int, int]:
     """Return uid and gid of a directory; CiuicError if its path was replaced, as the owner of its parent can do at any time."""
     fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -130,6 +130,13 @@ def _owner_of(root: bytes) -> tuple[int, int]:
         owner = os.fstat(fd)
     finally:
         os.close(fd)
+    recorded = _entry_of(snapshot, root)
+    # Another directory may have the path, such as one of root, with whose rights the owner's programs would run.
+    if owner.st_uid != recorded.uid:
+        raise CiuicError(
+            f"{one_line(root)} belongs to user {owner.st_uid} now, and to user {recorded.uid} in {snapshot.id}",
+            hint="--user says with whose rights the command runs",
+        )
     return owner.st_uid, owner.st_gid
 
 
@@ -140,8 +147,12 @@ def _unmount_view(place: Path) -> None:
         mounts.detach(os.fsencode(place / _VIEW), FS_TYPE)
 
 
+def _entry_of(snapshot: Snapshot, root: bytes) -> Entry:
+    return next(one.entry for one in snapshot.roots if one.path == root)
+
+
 def _copy_attributes(snapshot: Snapshot, path: bytes, directory: Path) -> None:
-    entry = next(root.entry for root in snapshot.roots if root.path == path)
+    entry = _entry_of(snapshot, path)
     os.chown(directory, entry.uid, entry.gid)
     os.chmod(directory, entry.mode & 0o7777)
 

@@ -1,14 +1,22 @@
-"""Attacker: another host of a set, which is started over ssh and says or waits what it wants."""
+"""Attacker: another host of a set, which is started over ssh and says or waits what it wants, or forges marks with a valid key."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ciuic.cli.shared import set_of_hosts
 from ciuic.cli.shared.set_of_hosts import OtherHosts
 from ciuic.errors import Partial
+from ciuic.remote.documents import StoredSetMark, StoredSetPlan, encode_set_object
+from ciuic.remote.object_names import set_mark_name, set_plan_name
+from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
+from ciuic.remote.sealing.sealer import MasterKey, Sealer
+from ciuic.remote.sets import SetIncomplete, SetMeeting, SetNotCut, SetRequest
+from ciuic.types import SetMember
 
 
 def _ssh(tmp_path: Path, script: str) -> dict[str, str]:
@@ -38,3 +46,65 @@ def test_what_a_host_says_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert len(others._said["b"][1].text()) <= 64 << 10
     assert told[-1] == "b: last words"
     assert len(told) <= 10
+
+
+class _Liar:
+    """Host ``b``, which has the key of the remote; the daemon of host ``a``, in whose hold it lies."""
+
+    def __init__(self, objects: MemoryObjects, decision: str) -> None:
+        self._objects, self._decision = objects, decision
+        self._sealer = Sealer(b"r" * 16, MasterKey(b"k" * 32))
+        self.limits: list[float] = []
+        self.ends: list[str] = []
+        self._plan = StoredSetPlan(id="1" * 32, name="night", members=("a", "b"), hold_limit_seconds=60)
+        self._says(set_plan_name(self._sealer.hide("set night"), 1), self._plan)
+        self._says(self._mark("here", "b"), StoredSetMark(by="2" * 32))
+
+    def _mark(self, mark: Any, member: str = "") -> str:
+        name = self._sealer.hide(f"member {self._plan.id} {member}") if member else ""
+        return set_mark_name(self._plan.id, mark, name)
+
+    def _says(self, name: str, content: StoredSetPlan | StoredSetMark) -> None:
+        self._objects.create(name, encode_set_object(self._sealer, name, content))
+
+    def meet(self) -> None:
+        SetMeeting(self._objects, self._sealer, SetRequest("night", ("a", "b"), "a", 0.5, 0)).take(self)
+
+    def flush(self) -> bool:
+        return True
+
+    def hold(self, member: SetMember, limit_seconds: float, *, flushed: bool) -> _Liar:
+        self.limits.append(limit_seconds)
+        if self._decision:
+            self._says(self._mark("ready", "a"), StoredSetMark(by="2" * 32, set=member.id))
+            self._says(self._mark("decision"), StoredSetMark(by="2" * 32, decision="cut", set=member.id))
+        return self
+
+    def cut(self) -> None:
+        self.ends.append("cut")
+
+    def release(self) -> None:
+        self.ends.append("released")
+
+
+@pytest.fixture
+def objects() -> Iterator[MemoryObjects]:
+    yield MemoryObjects("lies")
+    forget_bucket("lies")
+
+
+def test_a_plan_of_another_host_holds_nobody_for_longer(objects: MemoryObjects) -> None:
+    """A host is held for no longer than it was asked for, whatever the plan that it finds says."""
+    liar = _Liar(objects, "")
+    with pytest.raises(SetNotCut):
+        liar.meet()
+    assert liar.limits == [0.5]
+    assert liar.ends == ["released"]
+
+
+def test_a_decision_without_ones_own_ready_is_none(objects: MemoryObjects) -> None:
+    """A host cuts nothing where another one has said that it is ready, and has decided."""
+    liar = _Liar(objects, "cut")
+    with pytest.raises(SetIncomplete):
+        liar.meet()
+    assert liar.ends == ["released"]

@@ -120,7 +120,9 @@ def protect(
 
 
 def _canonical(path: bytes) -> Path:
-    from ciuic.config import canonical_root
+    from ciuic.config import canonical_root, is_ciuic_mount
+    from ciuic.restore.destination import open_way
+    from ciuic.system import mountinfo
 
     try:
         # TOML is UTF-8, and so is the flat file.
@@ -130,7 +132,13 @@ def _canonical(path: bytes) -> Path:
             f"{shown(path)} is not UTF-8, and a configuration file cannot name it",
             hint="rename the directory, or protect the one above it",
         ) from None
-    return canonical_root(path.decode())
+    root = canonical_root(path.decode())
+    absolute = os.path.abspath(path)
+    if absolute != os.fsencode(root) and not is_ciuic_mount(root, mountinfo.read()):
+        # Refuses a link of another user that leads to a directory of somebody else. OSError: what is there is said later.
+        with suppress(OSError):
+            os.close(open_way(absolute))
+    return root
 
 
 def _new_roots(config: Config, asked: Sequence[Path], driver: Driver) -> list[RootConfig]:
@@ -324,8 +332,12 @@ def unprotect_command(paths: tuple[bytes, ...], as_json: bool) -> None:
     """
     from ciuic.config import canonical_root
 
-    asked = list(dict.fromkeys(canonical_root(os.fsdecode(path)) for path in paths))
-    unprotect(current(), asked, as_json=as_json)
+    session = current()
+    # A root's own path first: the owner of a directory above may have put a link there that leads to another root.
+    known = {root.path for root in session.config.roots}
+    named = [(Path(os.path.abspath(os.fsdecode(path))), path) for path in paths]
+    asked = [absolute if absolute in known else canonical_root(os.fsdecode(path)) for absolute, path in named]
+    unprotect(session, list(dict.fromkeys(asked)), as_json=as_json)
 
 
 def unprotect(session: Session, asked: Sequence[Path], *, as_json: bool = False) -> None:
@@ -378,14 +390,15 @@ def _remove_state(session: Session, path: Path) -> None:
     """Remove the saved tracking of a root that no daemon serves; what cannot be removed stays, and harms nothing."""
     from ciuic.protocol.state_directory import remove_state
     from ciuic.protocol.worker_frames import worker_socket
+    from ciuic.restore.destination import open_way
 
     if worker_socket(session.config.runtime_dir, str(path)).exists():
         # A worker goes on serving files that a job has open, and needs its state for them.
         return
-    # Suppressed: the directory is gone, or may not be read.
+    # Suppressed: the directory is gone, may not be read, or a link of another user leads there.
     with suppress(OSError, CiuicError):
         # By descriptor: the name may lead elsewhere a moment later.
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = open_way(os.fsencode(path))
         try:
             remove_state(fd)
         finally:

@@ -1332,7 +1332,7 @@ def _remove(
     """Remove what the restore has made where nothing was, except for excluded paths, and add it to the result."""
     from ciuic.repository.lookup import root_of
     from ciuic.restore import Failure
-    from ciuic.restore.destination import Remover, open_below, stat_at
+    from ciuic.restore.destination import Remover, open_below, open_way, stat_at
     from ciuic.restore.destination_directories import Syncer
 
     own = os.stat(repository.path)
@@ -1354,7 +1354,8 @@ def _remove(
         *way, name = path[len(root.path) :].strip(b"/").split(b"/")
         remover = Remover(frozenset({(own.st_dev, own.st_ino)}), keep, dry_run)
         try:
-            top = os.open(root.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            # As the restore came here: the owner of a directory above the root may have put a link there since.
+            top = open_way(root.path)
             try:
                 folder = open_below(top, way)
             finally:
@@ -1367,5 +1368,7 @@ def _remove(
             continue
         except OSError as error:
             result.failed.append(Failure(path, error.strerror or str(error)))
+        except CiuicError as error:
+            result.failed.append(Failure(path, f"it was not removed: {error.message}"))
         result.failed.extend(Failure(*failure) for failure in remover.failures)
     syncer.flush()

@@ -12,7 +12,8 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
@@ -32,6 +33,8 @@ _MS_POSIXACL = 1 << 16
 _MS_BIND, _MS_MOVE, _MS_REC, _MS_PRIVATE, _MS_SHARED = 1 << 12, 1 << 13, 1 << 14, 1 << 18, 1 << 20
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
 # A bound for the loop over views that lie on top of one another.
+_DETACH_TRIES = 10
+_DETACH_SECONDS = 0.2
 _MAX_STACKED = 16
 # Flags of the backing mount that the overlay has to have, too: it would lift the operator's restriction
 # otherwise.
@@ -130,7 +133,12 @@ def overlay_at(path: str | bytes, mounts: list[MountEntry] | None = None) -> Mou
 
 def overlay_places() -> list[bytes]:
     """Return the mount points of all overlays of ours that this process can see."""
-    return [entry.mount_point for entry in _read_mounts() if entry.fs_type == FS_TYPE]
+    return [entry.mount_point for entry in mounts_of(FS_TYPE)]
+
+
+def mounts_of(fs_type: str) -> list[MountEntry]:
+    """Return all mounts of a type that this process can see, in the order in which they were made."""
+    return [entry for entry in _read_mounts() if entry.fs_type == fs_type]
 
 
 def overlay_over(backing_fd: int) -> MountEntry | None:
@@ -487,6 +495,39 @@ def detach(path: str | bytes, fs_type: str = FS_TYPE) -> None:
             _raise_errno(os.fsencode(path))
     finally:
         os.close(fd)
+
+
+def new_mount(fs_type: str, before: Sequence[MountEntry], path: bytes) -> MountEntry | None:
+    """Return the mount of a type that was made at ``path`` since `mounts_of` returned ``before``; None if it is gone already."""
+    known = {one.mount_id for one in before}
+    # Wherever it is: a directory above may be renamed at any time.
+    new = [one for one in mounts_of(fs_type) if one.mount_id not in known]
+    return next((one for one in new if one.mount_point == path), new[0] if new else None)
+
+
+def mount_now(mount: MountEntry) -> MountEntry | None:
+    """Return the entry that a mount has now, with its present path; None if it is gone."""
+    same = (mount.mount_id, mount.device)
+    return next((one for one in mounts_of(mount.fs_type) if (one.mount_id, one.device) == same), None)
+
+
+def detach_mount(mount: MountEntry) -> None:
+    """Detach a mount wherever it is now; do nothing if it is gone.
+
+    Raises:
+        OSError: it cannot be reached, as something is mounted over it or its path changes all the time.
+    """
+    for last in (*(False,) * (_DETACH_TRIES - 1), True):
+        entry = mount_now(mount)
+        if entry is None:
+            return
+        try:
+            detach(entry.mount_point, entry.fs_type)
+        except OSError:
+            # A directory above was renamed in between.
+            if last:
+                raise
+            time.sleep(_DETACH_SECONDS)
 
 
 def detach_view(root: str) -> None:

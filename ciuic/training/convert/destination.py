@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
+import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Final
 
-from ciuic.errors import DestinationExists, UsageError
+from ciuic.errors import CiuicError, DestinationExists, UsageError
 from ciuic.system.disk import Disk, temporary_name
 
+_PROBE: Final = ".ciuic-probe"
 # File systems without hard links answer link(2) so.
 _NO_LINKS: Final = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -57,17 +58,68 @@ def new_directory(path: Path, *, overwrite: bool, names: Sequence[str]) -> Itera
     """
     _refuse(path, overwrite)
     _check_replaceable(path, names)
-    temporary = Path(temporary_name(path))
-    os.mkdir(temporary, 0o777)
+    # Of one directory from here on: its owner may exchange whatever has a name in it, and a link there would lead the writer anywhere.
+    with _opened(path.parent) as parent:
+        temporary = os.path.basename(temporary_name(path))
+        os.mkdir(temporary, 0o777, dir_fd=parent)
+        try:
+            with _opened(temporary, parent) as made:
+                mode = _close_to_others(made, path)
+                try:
+                    yield Path(f"/proc/self/fd/{made}")
+                    for name in os.listdir(made):
+                        _sync(name, made)
+                    with suppress(OSError):
+                        os.fchmod(made, mode)
+                    os.fsync(made)
+                except BaseException:
+                    _empty(made, ("*",))
+                    raise
+            _move_directory(parent, temporary, path, names if overwrite else None)
+        except BaseException:
+            with suppress(OSError):
+                os.rmdir(temporary, dir_fd=parent)
+            raise
+
+
+@contextmanager
+def _opened(path: str | Path, dir_fd: int | None = None) -> Iterator[int]:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    fd = os.open(path, flags if dir_fd is None else flags | os.O_NOFOLLOW, dir_fd=dir_fd)
     try:
-        yield temporary
-        for name in os.listdir(temporary):
-            _sync(temporary / name)
-        _sync(temporary)
-        _move_directory(temporary, path, overwrite)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _close_to_others(made: int, path: Path) -> int:
+    """Let only this process's user change a directory that was just made; return the mode that it had.
+
+    Raises:
+        CiuicError: another one has its name by now.
+    """
+    st = os.fstat(made)
+    own_uid = os.geteuid()
+    if st.st_uid != own_uid:
+        # An NFS server may give root's files to nobody.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(_PROBE, flags, 0o600, dir_fd=made)) as probe:
+            own_uid = os.fstat(probe.fileno()).st_uid
+        os.unlink(_PROBE, dir_fd=made)
+    # Suppressed: a file system without modes.
+    with suppress(OSError):
+        os.fchmod(made, 0o700)
+    if st.st_uid != own_uid or os.listdir(made):
+        raise CiuicError(f"another user exchanges what is beside {path}", hint="export to another directory")
+    return stat.S_IMODE(st.st_mode)
+
+
+def _empty(directory: int, names: Sequence[str]) -> None:
+    """Remove the files whose names match these patterns from a directory of an export, which has no directories."""
+    for name in os.listdir(directory):
+        if any(fnmatch(name, pattern) for pattern in names):
+            with suppress(OSError):
+                os.unlink(name, dir_fd=directory)
 
 
 def _refuse(path: Path, overwrite: bool) -> None:
@@ -111,25 +163,28 @@ class _LinkingDisk(Disk):
             self.unlink(source, dir_fd=dir_fd)
 
 
-def _move_directory(temporary: Path, path: Path, overwrite: bool) -> None:
+def _move_directory(parent: int, temporary: str, path: Path, names: Sequence[str] | None) -> None:
+    """Rename to the name of ``path``; with names, in place of a directory of them."""
     old = None
-    if overwrite and os.path.lexists(path):
+    if names is not None and os.path.lexists(path):
         # rename(2) replaces only an empty directory.
-        old = temporary.with_suffix(".old")
-        os.rename(path, old)
+        old = f"{temporary}.old"
+        os.rename(path.name, old, src_dir_fd=parent, dst_dir_fd=parent)
     try:
-        os.rename(temporary, path)
+        os.rename(temporary, path.name, src_dir_fd=parent, dst_dir_fd=parent)
     except OSError as error:
         if old is not None:
-            os.rename(old, path)
+            os.rename(old, path.name, src_dir_fd=parent, dst_dir_fd=parent)
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise _exists(path) from None
         raise
-    _sync(path.parent)
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
+    os.fsync(parent)
+    if names is not None and old is not None:
         # Otherwise a power cut could bring the hidden old directory back.
-        _sync(path.parent)
+        with suppress(OSError), _opened(old, parent) as replaced:
+            _empty(replaced, names)
+            os.rmdir(old, dir_fd=parent)
+        os.fsync(parent)
 
 
 def _exists(path: Path) -> DestinationExists:
@@ -138,9 +193,9 @@ def _exists(path: Path) -> DestinationExists:
     )
 
 
-def _sync(path: Path) -> None:
-    """Make a file's content, or the names in a directory, durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+def _sync(name: str, directory: int) -> None:
+    """Make the content of a file durable."""
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
     try:
         os.fsync(fd)
     finally:
