@@ -824,7 +824,9 @@ class LogReader:
                 # What is known of the log says nothing of what was passed over.
                 summary = known.copy()
                 if is_cut:
-                    summary = msgspec.structs.replace(summary, committed={}, removed=set(), since={}, claims={})
+                    summary = msgspec.structs.replace(
+                        summary, committed={}, removed=set(), since={}, claims={}
+                    )
                 summary.whole = not is_cut and (known.whole or entries[0][0] == self.first.get(writer))
                 for number, entry in entries:
                     packs += summary.apply(number, entry, self._time_of(writer, number))

@@ -502,9 +502,11 @@ def _ask_to_approve(opened: ReadableRemote, ids: list[str]) -> None:
             hint="give -y",
         )
     for id_ in ids:
-        entry = opened.snapshots.entries[id_]
-        time_ns = opened.snapshots.info(SnapshotId(id_)).time_ns
-        complain(f"  {id_}  {times.clock(time_ns)}  {shown_text(entry.host)}")
+        host = shown_text(opened.snapshots.entries[id_].host)
+        try:
+            complain(f"  {id_}  {times.clock(opened.snapshots.load(SnapshotId(id_)).time_ns)}  {host}")
+        except Damaged as error:
+            complain(f"  {id_}  {host}  cannot be read: {shown_text(error.message)}")
     if not click.confirm(f"Let {plural(len(ids), 'snapshot')} of the remote go for good?", err=True):
         raise CiuicError("nothing was approved")
 

@@ -231,7 +231,9 @@ def command(
         return
     store = session.snapshots
     infos = store.list(**asked._asdict())
-    if machine_readable:
+    if all_claims and not infos and not as_json:
+        note("no snapshot waits for `ciuic fleet approve`")
+    elif machine_readable:
         _lines(session, infos, with_pairs=with_pairs, marked=show_all)
     elif as_json:
         verdicts = _verdicts(session, infos)
