@@ -460,6 +460,8 @@ def is_uploader(objects: Objects, sealer: Sealer, writer: str, summary: LogSumma
     return False
 
 
+# Entries before a sum that are read for what it may leave out. The log of a host whose remote is collected has fewer.
+_MAX_BACK: Final = 256
 _PROVABLE_BATCH = 16
 # A log has no gaps, and an entry for each snapshot: no writer gets here, least of all over so many missing entries.
 _FAR = 1 << 32
@@ -532,14 +534,19 @@ def read_provable(
         some = numbers[max(end - _PROVABLE_BATCH, 0) : end][::-1]
         found.update(zip(some, reads(read, some), strict=True))
         sums = [number for number in some if isinstance(found[number], LogState | LogRetired)]
-        if sums:
-            begin = sums[0]
+        begin = max([begin, *sums])
+        # What lies before the last sum says what that may leave out, and is no damage.
+        if begin > known.next and len(found) >= _MAX_BACK:
             break
     summary = known.copy()
     problems: dict[str, str] = {}
     stray: list[str] = []
     expected = begin
-    for number in sorted(number for number in found if number >= begin):
+    for number in sorted(found):
+        if number < begin:
+            if not isinstance(earlier := found[number], str):
+                summary.apply(number, earlier, times[number])
+            continue
         if number > expected:
             if number - expected > _WIDE and number > _FAR:
                 stray = stray or [log_entry_name(writer, far) for far in sorted(found) if far >= number]
@@ -586,8 +593,6 @@ _LOGS_AHEAD: Final = 32
 _MAX_CACHE_BYTES: Final = 256 << 20
 _CHECKSUM_BYTES: Final = 16
 
-# Entries before a sum that are read for what it may leave out. The log of a host whose remote is collected has fewer.
-_MAX_BACK: Final = 256
 # As many names as a store lists with one request.
 _SKIP_ENTRIES: Final = 1000
 _REPAIR_HINT: Final = "ciuic check --remote --repair"
@@ -833,6 +838,7 @@ class LogReader:
                 self.logs[writer] = summary
                 changed = True
         self.damaged = damaged
+        self._times = {}
         if changed:
             self._save()
         return NewEntries(tuple(packs), complete)
