@@ -61,6 +61,7 @@ from ciuic.remote.access import (
     open_configured,
     repository_space,
 )
+from ciuic.remote.claims import FREE
 from ciuic.remote.documents import LiveManifest, decode_manifest, read_document
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.host_status import HostStatus
@@ -380,7 +381,7 @@ def lacking_words(space: Remote, directory: str, repository: Repository) -> str:
         reader.refresh()
     except CiuicError:
         return ""
-    there = {one.snapshot for one in reader.live().values() if one.repository == repository.id}
+    there = {one.snapshot for one in reader.unclaimed().values() if one.repository == repository.id}
     facts = sorted(() if note is None else note.facts, key=lambda one: (-one.order_ns, one.snapshot))
     lacking = [one.snapshot for one in facts if one.snapshot not in there]
     if not lacking:
@@ -785,7 +786,7 @@ class Replication:
         facts = FactsOfRemote(str(directory), space)
         self._stored = self._persist(
             lambda: facts.learn(
-                reader.live(),
+                reader.unclaimed(),
                 {writer: summary.committed for writer, summary in reader.logs.items()},
                 self._repository.id,
                 self._own_logs(),
@@ -980,11 +981,23 @@ class Replication:
             having=snapshots_having(roots, {root for paths in roots.values() for root in paths}),
         )
         removed = {str(id_) for id_ in plan.removed}
-        given_up = [one for id_, one in own.items() if id_ in removed]
+        given_up = sorted(
+            (one for id_, one in own.items() if id_ in removed), key=lambda one: (one.order_ns, one.snapshot)
+        )
+        # What takes their place may still have to come, as after an outage: until then no more than goes without a person.
+        if here.keys() - removed - self._stored:
+            given_up = given_up[: max(FREE, len(own) // 2)]
         self._holed -= removed
         # What a damaged log commits, or lacks chunks, may be what the rules would keep in place of these.
         if given_up and not self._logs.damaged and not self._holed:
             uploader.give_up([one.manifest for one in given_up])
+            if len(given_up) > max(FREE, len(own) // 2):
+                events.warning(
+                    "remote_keeps_given_up",
+                    remote=self._config.name,
+                    snapshots=len(given_up),
+                    meaning="more than goes in a day without a person: the remote keeps them until `ciuic fleet approve`",
+                )
             self._stored.difference_update(one.snapshot for one in given_up)
             self._facts.remove([one.snapshot for one in given_up])
         self._unwanted = removed - self._stored

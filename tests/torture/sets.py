@@ -28,8 +28,10 @@ _AT_READY = ("link", "link", "command", "daemon", "host", "link and command", "c
 _ANY_TIME = ("link at any time", "uploader", "daemon at any time", "slow daemon", "full disk", "nothing")
 _STORE_BYTES = 96 << 20
 """Size of the file system of a host's repository, which a disaster fills."""
-# The store is out of reach for a link that is down, and a repository is full.
-_MAY_END_WITH = {"link": (5,), "link and command": (5,), "link at any time": (5,)}
+# A store behind a link that is down cannot be reached, nor a daemon that was killed.
+_MAY_END_WITH = dict.fromkeys(
+    ("link", "link and command", "link at any time", "daemon", "host", "daemon at any time"), (5,)
+)
 # The default limit of a hold, and what a busy machine adds to a write.
 _LONGEST_WRITE_SECONDS = 2.0 + 8.0
 

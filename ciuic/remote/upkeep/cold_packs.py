@@ -759,7 +759,10 @@ def _open_mover(
                 classes,
                 log=operator_log(reader, host, index),
                 logs=LogReader(
-                    space.objects, space.sealer, cache_path=str(reader.cache.path / "operator.logs")
+                    space.objects,
+                    space.sealer,
+                    cache_path=str(reader.cache.path / "operator.logs"),
+                    whole=True,
                 ),
                 index=index,
                 mark=mark,
