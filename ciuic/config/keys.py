@@ -1,17 +1,18 @@
-"""Table of all configuration keys: names, default, how text becomes a value, and how the value in effect is shown.
+"""Table of all configuration keys: names, how text becomes a value, where it goes, and how the value in effect is shown.
 
-Both file formats, the suggestions for typing errors and the rows of ``config show`` follow from this table;
-docs/configuration.md explains each key.
+Both file formats, the suggestions for typing errors and the rows of ``config show`` follow from this table; `ciuic.config.model` has
+the defaults, and docs/configuration.md explains each key.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from ciuic.config.model import DEFAULT, DRIVERS, TIER_KINDS, Config, Origin
 from ciuic.config.values import (
@@ -64,14 +65,14 @@ from ciuic.config.values import (
 )
 from ciuic.units import format_duration, format_size
 
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
+
 
 class Key(msgspec.Struct, frozen=True):
     """Configuration key: ``table.name`` in TOML, perhaps another name in the flat format."""
 
     name: str
     parse: Callable[[object], Any]
-    default: str
-    """Default as the operator would write it; empty for none."""
     flat_name: str = ""
     show: Callable[[Any], str] = str
     field: str = ""
@@ -86,28 +87,26 @@ class Key(msgspec.Struct, frozen=True):
 KEYS: dict[str, Key] = {
     key.name: key
     for key in (
-        Key("exclude", patterns_value, "", flat_name="exclude_patterns", show=show_list),
+        Key("exclude", patterns_value, flat_name="exclude_patterns", show=show_list),
         # No default here: it follows the first root (`places.repository_path`).
-        Key("repository.path", path_value, "", flat_name="snapshot_dir", show=show_optional),
+        Key("repository.path", path_value, flat_name="snapshot_dir", show=show_optional),
         # Smaller blocks cost processor time for each, larger ones double the cost of a change in place
         # (docs/decisions/block-size.md).
         Key(
             "repository.block_size",
             block_size_value,
-            "256KiB",
             show=format_size,
             field="repository.block_size_bytes",
         ),
         # Off: who owns a repository can read every file of every snapshot, and change what a restore brings
         # back.
-        Key("repository.trust_owner", flag_value, "false", show=show_flag),
+        Key("repository.trust_owner", flag_value, show=show_flag),
         # Unset is not 0: the default follows what others wrote during the last interval
         # (`disk_space.reserve_of`). Without a reserve a first capture wrote until the job's disk was full.
-        Key("repository.reserve", size_or_share_value, "", show=show_size_or_share),
+        Key("repository.reserve", size_or_share_value, show=show_size_or_share),
         Key(
             "schedule.interval",
             interval_value,
-            "1h",
             flat_name="snapshot_interval",
             show=format_duration,
             field="schedule.interval_seconds",
@@ -115,147 +114,139 @@ KEYS: dict[str, Key] = {
         Key(
             "retention.keep_within",
             duration_value,
-            "7d",
             flat_name="retention_policy",
             show=format_duration,
             field="retention.keep_within_seconds",
         ),
-        Key("retention.keep_last", count_value, "3"),
-        Key("retention.keep_hourly", count_value, "0"),
-        Key("retention.keep_daily", count_value, "0"),
-        Key("retention.keep_weekly", count_value, "0"),
-        Key("retention.keep_monthly", count_value, "0"),
-        Key("retention.keep_yearly", count_value, "0"),
-        Key("retention.keep_tags", tags_value, "", show=show_list),
+        Key("retention.keep_last", count_value),
+        Key("retention.keep_hourly", count_value),
+        Key("retention.keep_daily", count_value),
+        Key("retention.keep_weekly", count_value),
+        Key("retention.keep_monthly", count_value),
+        Key("retention.keep_yearly", count_value),
+        Key("retention.keep_tags", tags_value, show=show_list),
         # A run that dies at night is found in the morning; by then its successor has written over what would
         # have said why.
-        Key("retention.keep_emergency", count_value, "3"),
+        Key("retention.keep_emergency", count_value),
         # A rule of its own: counted as ordinary ones, four restores removed the snapshot that they came from
         # and the first undo.
         Key(
             "retention.keep_safety",
             duration_value,
-            "7d",
             show=format_duration,
             field="retention.keep_safety_seconds",
         ),
         # Off: it is the one rule that removes what other rules keep.
-        Key("retention.min_free", size_or_share_value, "", show=show_size_or_share, field="min_free"),
+        Key("retention.min_free", size_or_share_value, show=show_size_or_share, field="min_free"),
         # Acts under bfq and mq-deadline; under `none`, which NVMe disks use, the throttle does the work alone
         # (docs/decisions/weights.md).
-        Key("capture.io_priority", io_priority_value, "idle", flat_name="io_priority"),
+        Key("capture.io_priority", io_priority_value, flat_name="io_priority"),
         # 1 %, and not 0: a process at the lowest priority alone would never run on a busy host
         # (docs/decisions/deadlines.md).
-        Key("capture.min_share", min_share_value, "1%", show=show_share),
+        Key("capture.min_share", min_share_value, show=show_share),
         # Unset follows `schedule.interval`, so that a snapshot is in progress for a twelfth of the time at
         # most.
         Key(
             "capture.finish_within",
             interval_value,
-            "",
             show=format_duration,
             field="capture.finish_within_seconds",
         ),
         Key(
             "capture.undo_limit",
             undo_limit_value,
-            "16GiB",
             show=format_size,
             field="capture.undo_limit_bytes",
         ),
         # Off: a drill writes as much as the newest checkpoint is large, which the disk may have no room for.
-        Key("drill.every", interval_value, "", show=format_duration, field="drill.every_seconds"),
-        Key("drill.scratch", path_value, "/var/tmp"),
+        Key("drill.every", interval_value, show=format_duration, field="drill.every_seconds"),
+        Key("drill.scratch", path_value),
         # Off: nothing asks an address of the network that nobody named, and on other machines none answers.
-        Key("preemption.clouds", clouds_value, "", show=show_list),
+        Key("preemption.clouds", clouds_value, show=show_list),
         # The shortest notice of all three.
-        Key(
-            "preemption.grace", interval_value, "30s", show=format_duration, field="preemption.grace_seconds"
-        ),
-        Key("preemption.endpoint", metadata_endpoint_value, "", show=show_optional),
-        # No text here: `_EMPTY` in load.py has the lists, and a list in the file replaces all of one.
-        Key("overlay.tracked_names", names_value, "", show=show_list),
-        Key("overlay.mapped_names", names_value, "", show=show_list),
+        Key("preemption.grace", interval_value, show=format_duration, field="preemption.grace_seconds"),
+        Key("preemption.endpoint", metadata_endpoint_value, show=show_optional),
+        # A list in the file replaces all of the default.
+        Key("overlay.tracked_names", names_value, show=show_list),
+        Key("overlay.mapped_names", names_value, show=show_list),
         # Follows `daemon.runtime_dir` where that alone is set (`Draft.build`).
-        Key("control.socket", socket_value, "/run/ciuic/control.sock"),
-        Key("control.group", account_value("group"), "", show=show_optional),
-        Key("watch.users", users_value, "", show=show_list),
+        Key("control.socket", socket_value),
+        Key("control.group", account_value("group"), show=show_optional),
+        Key("watch.users", users_value, show=show_list),
         # A trainer that dies again and again would take a snapshot each time.
-        Key("watch.emergency_per_hour", count_value, "3"),
-        Key("watch.silence", count_value, "20"),
+        Key("watch.emergency_per_hour", count_value),
+        Key("watch.silence", count_value),
         # Held snapshots stay whatever the rules say, so an ordinary user could fill the disk with them.
-        Key("holds.max_of_a_user", count_value, "16"),
-        Key("holds.max_of_a_user_per_hour", count_value, "8"),
-        Key("alert.command", program_value, "", show=show_list),
-        Key("alert.user", account_value("user"), "", show=show_optional),
+        Key("holds.max_of_a_user", count_value),
+        Key("holds.max_of_a_user_per_hour", count_value),
+        Key("alert.command", program_value, show=show_list),
+        Key("alert.user", account_value("user"), show=show_optional),
         # Alerts run one at a time: a command that hangs would keep back those after it.
-        Key("alert.timeout", interval_value, "30s", show=format_duration, field="alert.timeout_seconds"),
+        Key("alert.timeout", interval_value, show=format_duration, field="alert.timeout_seconds"),
         # As far ahead as a weekend is long.
-        Key(
-            "alert.full_within", duration_value, "3d", show=format_duration, field="alert.full_within_seconds"
-        ),
-        Key("alert.notify", notify_value, "", show=show_hidden),
-        Key("alert.ping", ping_value, "", show=show_hidden),
+        Key("alert.full_within", duration_value, show=format_duration, field="alert.full_within_seconds"),
+        Key("alert.notify", notify_value, show=show_hidden),
+        Key("alert.ping", ping_value, show=show_hidden),
         # Off: metrics name the protected directories, and everybody who reaches the port can read them.
-        Key("exporter.listen", listen_value, "", show=show_optional),
-        Key("exporter.otlp", endpoint_value, "", show=show_optional),
-        Key("exporter.otlp_headers", path_value, "", show=show_optional),
+        Key("exporter.listen", listen_value, show=show_optional),
+        Key("exporter.otlp", endpoint_value, show=show_optional),
+        Key("exporter.otlp_headers", path_value, show=show_optional),
         # Off: nothing listens at an address unless it is asked to, and a page only shows.
-        Key("web.listen", listen_value, "", show=show_optional),
-        Key("web.hosts", hosts_value, "", show=show_list),
-        Key("web.actions", flag_value, "false", show=show_flag),
-        Key("web.look_group", account_value("group"), "", show=show_optional),
-        Key("web.restore_group", account_value("group"), "", show=show_optional),
-        Key("web.decide_group", account_value("group"), "", show=show_optional),
-        Key("web.proxy_user", account_value("user"), "", show=show_optional),
-        Key("web.user_header", header_value, "x-remote-user"),
-        Key("daemon.runtime_dir", path_value, "/run/ciuic", field="runtime_dir"),
-        Key("log.level", one_of_value(("debug", "info", "warning", "error")), "info"),
-        Key("log.format", one_of_value(("auto", "json", "text")), "auto"),
+        Key("web.listen", listen_value, show=show_optional),
+        Key("web.hosts", hosts_value, show=show_list),
+        Key("web.actions", flag_value, show=show_flag),
+        Key("web.look_group", account_value("group"), show=show_optional),
+        Key("web.restore_group", account_value("group"), show=show_optional),
+        Key("web.decide_group", account_value("group"), show=show_optional),
+        Key("web.proxy_user", account_value("user"), show=show_optional),
+        Key("web.user_header", header_value),
+        Key("daemon.runtime_dir", path_value, field="runtime_dir"),
+        Key("log.level", one_of_value(("debug", "info", "warning", "error"))),
+        Key("log.format", one_of_value(("auto", "json", "text"))),
     )
 }
 
 ROOT_KEYS: dict[str, Key] = {
     key.name: key
     for key in (
-        Key("path", path_value, ""),
-        Key("driver", one_of_value(DRIVERS), "auto"),
-        Key("exclude", patterns_value, "", show=show_list),
+        Key("path", path_value),
+        Key("driver", one_of_value(DRIVERS)),
+        Key("exclude", patterns_value, show=show_list),
         # Off: a root may have data alone, or a training that is done.
-        Key("last_good_within", interval_value, "", show=format_duration),
-        Key("snapshots_dir", flag_value, "false", show=show_flag),
+        Key("last_good_within", interval_value, show=format_duration, field="last_good_within_seconds"),
+        Key("snapshots_dir", flag_value, show=show_flag),
     )
 }
 
 TRAINER_KEYS: dict[str, Key] = {
     key.name: key
     for key in (
-        Key("name", trainer_name_value, ""),
-        Key("pid_file", path_value, ""),
-        Key("heartbeat_file", path_value, ""),
-        Key("heartbeat", interval_value, "", show=format_duration),
+        Key("name", trainer_name_value),
+        Key("pid_file", path_value),
+        Key("heartbeat_file", path_value),
+        Key("heartbeat", interval_value, show=format_duration, field="heartbeat_seconds"),
     )
 }
 
 WATCH_NUMBER_KEYS: dict[str, Key] = {
-    key.name: key for key in (Key("file", path_value, ""), Key("key", line_value, "loss"))
+    key.name: key for key in (Key("file", path_value), Key("key", line_value))
 }
 """Keys of one ``[[watch_number]]``."""
 
-CHECKPOINT_KEYS: dict[str, Key] = {"path": Key("path", path_pattern_value, "")}
+CHECKPOINT_KEYS: dict[str, Key] = {"path": Key("path", path_pattern_value)}
 """Keys of one ``[[checkpoints]]``."""
 
 SNAPSHOT_WHEN_KEYS: dict[str, Key] = {
     key.name: key
     for key in (
-        Key("renamed", name_value, "", show=show_optional),
-        Key("appears", name_value, "", show=show_optional),
-        Key("closed", name_value, "", show=show_optional),
-        Key("after", interval_value, "", show=format_duration, field="after_seconds"),
-        Key("changes", change_value, "", show=format_size, field="changes_bytes"),
+        Key("renamed", name_value, show=show_optional),
+        Key("appears", name_value, show=show_optional),
+        Key("closed", name_value, show=show_optional),
+        Key("after", interval_value, show=format_duration, field="after_seconds"),
+        Key("changes", change_value, show=format_size, field="changes_bytes"),
         # A program that renames every few seconds would take a snapshot each time.
-        Key("least_between", duration_value, "1m", show=format_duration, field="least_between_seconds"),
-        Key("per_hour", positive_value, "12"),
+        Key("least_between", duration_value, show=format_duration, field="least_between_seconds"),
+        Key("per_hour", positive_value),
     )
 }
 """Keys of one ``[[snapshot_when]]``."""
@@ -266,39 +257,35 @@ REMOTE_KEYS: dict[str, Key] = {
     key.name: key
     for key in (
         # No default among several: their names tell them apart in commands, alerts and directories.
-        Key("name", remote_name_value, DEFAULT_REMOTE_NAME),
-        Key("url", remote_url_value, ""),
-        Key("endpoint", endpoint_value, "", show=show_optional),
-        Key("region", word_value, "", show=show_optional),
-        Key("ssh_command", line_value, "", show=show_optional),
-        Key("ssh_program", line_value, "", show=show_optional),
-        Key("bandwidth", bandwidth_value, "", show=format_size, field="bandwidth_bytes"),
-        Key("max_lag", interval_value, "", show=format_duration, field="max_lag_seconds"),
+        Key("name", remote_name_value),
+        Key("url", remote_url_value),
+        Key("endpoint", endpoint_value, show=show_optional),
+        Key("region", word_value, show=show_optional),
+        Key("ssh_command", line_value, show=show_optional),
+        Key("ssh_program", line_value, show=show_optional),
+        Key("bandwidth", bandwidth_value, show=format_size, field="bandwidth_bytes"),
+        Key("max_lag", interval_value, show=format_duration, field="max_lag_seconds"),
         # A PUT every five minutes is 8,640 in a month: a few cents at most.
-        Key("status_every", duration_value, "5m", show=format_duration, field="status_every_seconds"),
-        Key("encryption", flag_value, "true", show=show_flag),
-        Key("key_file", path_value, "", show=show_optional),
-        Key("key_command", program_value, "", show=show_list),
-        Key("storage_class", word_value, "", show=show_optional),
-        # A remote answers the disasters that are found late: a month, which is also the time for which the
-        # cheaper storage classes are paid at least. Its chunks are shared, so that it costs little.
-        Key(
-            "keep.keep_within", duration_value, "30d", show=format_duration, field="keep.keep_within_seconds"
-        ),
-        Key("keep.keep_last", count_value, "10"),
-        Key("keep.keep_hourly", count_value, "0"),
-        Key("keep.keep_daily", count_value, "0"),
-        Key("keep.keep_weekly", count_value, "0"),
-        Key("keep.keep_monthly", count_value, "0"),
-        Key("keep.keep_yearly", count_value, "0"),
-        Key("keep.keep_tags", tags_value, "", show=show_list),
-        Key("keep.keep_emergency", count_value, "10"),
-        Key("keep.keep_safety", duration_value, "7d", show=format_duration, field="keep.keep_safety_seconds"),
-        Key("schedule.interval", interval_value, "", show=show_interval, field="schedule.interval_seconds"),
-        Key("schedule.window", window_value, ""),
-        Key("price.put_per_1000", price_value, "", show=show_price),
-        Key("price.get_per_1000", price_value, "", show=show_price),
-        Key("price.gb_month", price_value, "", show=show_price),
+        Key("status_every", duration_value, show=format_duration, field="status_every_seconds"),
+        Key("encryption", flag_value, show=show_flag),
+        Key("key_file", path_value, show=show_optional),
+        Key("key_command", program_value, show=show_list),
+        Key("storage_class", word_value, show=show_optional),
+        Key("keep.keep_within", duration_value, show=format_duration, field="keep.keep_within_seconds"),
+        Key("keep.keep_last", count_value),
+        Key("keep.keep_hourly", count_value),
+        Key("keep.keep_daily", count_value),
+        Key("keep.keep_weekly", count_value),
+        Key("keep.keep_monthly", count_value),
+        Key("keep.keep_yearly", count_value),
+        Key("keep.keep_tags", tags_value, show=show_list),
+        Key("keep.keep_emergency", count_value),
+        Key("keep.keep_safety", duration_value, show=format_duration, field="keep.keep_safety_seconds"),
+        Key("schedule.interval", interval_value, show=show_interval, field="schedule.interval_seconds"),
+        Key("schedule.window", window_value),
+        Key("price.put_per_1000", price_value, show=show_price),
+        Key("price.get_per_1000", price_value, show=show_price),
+        Key("price.gb_month", price_value, show=show_price),
     )
 }
 """Keys of one ``[remote]``; a dot stands for a table in it, such as ``[remote.keep]``."""
@@ -306,14 +293,32 @@ REMOTE_KEYS: dict[str, Key] = {
 TIER_KEYS: dict[str, Key] = {
     key.name: key
     for key in (
-        Key("after", duration_value, "", show=format_duration, field="after_seconds"),
-        Key("storage_class", word_value, "", show=show_optional),
-        Key("kind", one_of_value(TIER_KINDS), "all"),
+        Key("after", duration_value, show=format_duration, field="after_seconds"),
+        Key("storage_class", word_value, show=show_optional),
+        Key("kind", one_of_value(TIER_KINDS)),
         # 1: the state from which a run would go on today is read at once, however long the run has slept.
-        Key("keep_newest", count_value, "1"),
+        Key("keep_newest", count_value),
     )
 }
 """Keys of one ``[[remote.tier]]``."""
+
+
+def fields_of(keys: Mapping[str, Key], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values, by their keys, by the attributes that have them in the struct of the keys' table."""
+    return {keys[name].field or name: value for name, value in values.items()}
+
+
+def with_values(base: _Struct, keys: Mapping[str, Key], values: Mapping[str, Any]) -> _Struct:
+    """Return a copy of a struct that has these values, by their keys, also in the structs within it."""
+    own: dict[str, Any] = {}
+    for path, value in fields_of(keys, values).items():
+        section, dot, field = path.partition(".")
+        if dot:
+            own[section] = replace(own.get(section, getattr(base, section)), **{field: value})
+        else:
+            own[path] = value
+    return replace(base, **own)
+
 
 FLAT_ROOTS_NAME = "protected_directories"
 FLAT_NAMES: dict[str, str] = {key.flat_name: key.name for key in KEYS.values() if key.flat_name}

@@ -17,9 +17,10 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import tomli
+from msgspec.structs import replace
 
 from ciuic.config.flat import FlatSetting, flat_to_toml, is_flat, parse_flat
 from ciuic.config.keys import (
@@ -35,39 +36,25 @@ from ciuic.config.keys import (
     TRAINER_KEYS,
     WATCH_NUMBER_KEYS,
     Key,
+    fields_of,
+    with_values,
 )
 from ciuic.config.model import (
     DEFAULT,
-    AlertConfig,
-    CaptureConfig,
     CheckpointPattern,
     Config,
-    ControlConfig,
-    DrillConfig,
-    ExporterConfig,
-    HoldsConfig,
-    LogConfig,
     Origin,
-    OverlayConfig,
-    PreemptionConfig,
     Problem,
     RemoteConfig,
-    RemotePrice,
-    RemoteSchedule,
-    RepositoryConfig,
     RootConfig,
-    ScheduleConfig,
     SnapshotWhen,
     TierRule,
     TrainerConfig,
-    WatchConfig,
     WatchNumber,
-    WebConfig,
 )
 from ciuic.config.owners import refuse_foreign_file
 from ciuic.config.toml_source import TomlPath, line_numbers, line_of, statements
 from ciuic.errors import CiuicError, ConfigError, NotPermitted
-from ciuic.protocol.passthrough_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACKED_NAMES
 from ciuic.retention import RetentionPolicy
 
 TABLE = "remote"
@@ -77,14 +64,9 @@ _REMOVED_KEYS: Final = {
 }
 _SECTIONS = tuple(dict.fromkeys(name.partition(".")[0] for name in REMOTE_KEYS if "." in name))
 _SHOWN = [f"{TABLE}.{name}" for name in REMOTE_KEYS]
-# Default of each rule of [remote.keep], as the keys have them.
-_LEAST = RetentionPolicy(
-    keep_within_seconds=REMOTE_KEYS["keep.keep_within"].parse(REMOTE_KEYS["keep.keep_within"].default),
-    keep_last=int(REMOTE_KEYS["keep.keep_last"].default),
-    keep_emergency=int(REMOTE_KEYS["keep.keep_emergency"].default),
-    keep_safety_seconds=REMOTE_KEYS["keep.keep_safety"].parse(REMOTE_KEYS["keep.keep_safety"].default),
-)
-_COUNTS = (
+_LEAST = (
+    "keep_within_seconds",
+    "keep_safety_seconds",
     "keep_last",
     "keep_hourly",
     "keep_daily",
@@ -93,19 +75,6 @@ _COUNTS = (
     "keep_yearly",
     "keep_emergency",
 )
-
-
-class Complaints(Protocol):
-    """Receiver of the errors of a file (`ciuic.config.load.Draft`)."""
-
-    def complain(self, message: str, line: int, hint: str = "") -> None:
-        """Record an error at a line."""
-
-    def unknown(self, name: str, known: Iterable[str], line: int, *, shown: str = "") -> None:
-        """Record an unknown key, with the one of ``known`` that was probably meant."""
-
-    def at(self, line: int) -> Origin:
-        """Return the origin of what stands at a line."""
 
 
 class ReadRemote(NamedTuple):
@@ -118,54 +87,26 @@ class ReadRemote(NamedTuple):
 
     def config(self, local: RetentionPolicy) -> RemoteConfig:
         """Return the remote, beside a local retention of ``local``."""
-        get = self.values.get
-        return RemoteConfig(
-            name=get("name", DEFAULT_REMOTE_NAME),
+        base = RemoteConfig(
+            name=DEFAULT_REMOTE_NAME,
             url=self.values["url"],
-            endpoint=get("endpoint"),
-            region=get("region"),
-            ssh_command=get("ssh_command"),
-            ssh_program=get("ssh_program"),
-            bandwidth_bytes=get("bandwidth"),
-            max_lag_seconds=get("max_lag"),
-            status_every_seconds=get("status_every", 300),
-            encryption=get("encryption", True),
-            key_file=get("key_file"),
-            key_command=get("key_command", ()),
-            storage_class=get("storage_class"),
-            keep=self._keep(local),
-            schedule=RemoteSchedule(get("schedule.interval", 0), get("schedule.window")),
-            price=RemotePrice(get("price.put_per_1000"), get("price.get_per_1000"), get("price.gb_month")),
             tiers=self.tiers,
             origin=self.origin,
             origins=self.origins,
         )
-
-    def _keep(self, local: RetentionPolicy) -> RetentionPolicy:
-        get = self.values.get
-        return RetentionPolicy(
-            keep_within_seconds=get(
-                "keep.keep_within", max(local.keep_within_seconds, _LEAST.keep_within_seconds)
-            ),
-            keep_safety_seconds=get(
-                "keep.keep_safety", max(local.keep_safety_seconds, _LEAST.keep_safety_seconds)
-            ),
-            keep_tags=get("keep.keep_tags", local.keep_tags),
-            **{
-                name: get(f"keep.{name}", max(getattr(local, name), getattr(_LEAST, name)))
-                for name in _COUNTS
-            },
-        )
+        at_least = {name: max(getattr(local, name), getattr(base.keep, name)) for name in _LEAST}
+        keep = replace(base.keep, **at_least, keep_tags=local.keep_tags)
+        return with_values(replace(base, keep=keep), REMOTE_KEYS, self.values)
 
 
-def _read_remotes(value: object, lines: Mapping[TomlPath, int], complaints: Complaints) -> list[ReadRemote]:
-    """Return the remotes of a document without an error; each error goes to ``complaints``."""
+def _read_remotes(value: object, lines: Mapping[TomlPath, int], draft: Draft) -> list[ReadRemote]:
+    """Return the remotes of a document without an error; each error goes to ``draft``."""
     if isinstance(value, dict):
         tables: list[tuple[dict[str, object], TomlPath]] = [(value, (TABLE,))]
     elif isinstance(value, list) and all(isinstance(item, dict) for item in value):
         tables = [(table, (TABLE, index)) for index, table in enumerate(value)]
     else:
-        complaints.complain(
+        draft.complain(
             f"{TABLE} is a table: write [{TABLE}], or [[{TABLE}]] for each of several",
             line_of(lines, (TABLE,)),
         )
@@ -174,24 +115,24 @@ def _read_remotes(value: object, lines: Mapping[TomlPath, int], complaints: Comp
     for table, path in tables:
         line = line_of(lines, path)
         read, is_valid = _read_one(
-            {name: item for name, item in table.items() if name != TIER}, path, lines, complaints
+            {name: item for name, item in table.items() if name != TIER}, path, lines, draft
         )
         if TIER in table:
-            rules, are_valid = _read_tiers(table[TIER], (*path, TIER), lines, complaints)
+            rules, are_valid = _read_tiers(table[TIER], (*path, TIER), lines, draft)
             read, is_valid = read._replace(tiers=rules), is_valid and are_valid
         flaws = list(_flaws(table, read.values, [*found], alone=len(tables) == 1))
         for flaw, key in flaws:
-            complaints.complain(flaw, read.origins[key].line if key in read.origins else line)
+            draft.complain(flaw, read.origins[key].line if key in read.origins else line)
         if is_valid and not flaws:
             found.append(read)
     return found
 
 
 def _read_one(
-    table: dict[str, object], path: TomlPath, lines: Mapping[TomlPath, int], complaints: Complaints
+    table: dict[str, object], path: TomlPath, lines: Mapping[TomlPath, int], draft: Draft
 ) -> tuple[ReadRemote, bool]:
     """Return the valid values of a table, and whether it had no others."""
-    read = ReadRemote({}, {}, complaints.at(line_of(lines, path)))
+    read = ReadRemote({}, {}, draft.at(line_of(lines, path)))
     is_valid = True
     for parts, raw in _flattened(table):
         name, line = ".".join(parts), line_of(lines, (*path, *parts))
@@ -199,55 +140,36 @@ def _read_one(
         if name not in REMOTE_KEYS or len(parts) != len(name.split(".")):
             is_valid = False
             if name in _SECTIONS:
-                complaints.complain(f"{TABLE}.{name} is a table: write [{TABLE}.{name}]", line)
+                draft.complain(f"{TABLE}.{name} is a table: write [{TABLE}.{name}]", line)
             else:
-                complaints.unknown(f"{TABLE}.{name}", _SHOWN, line)
+                draft.unknown(f"{TABLE}.{name}", _SHOWN, line)
             continue
         try:
             read.values[name] = REMOTE_KEYS[name].parse(raw)
-            read.origins[name] = complaints.at(line)
+            read.origins[name] = draft.at(line)
         except ValueError as error:
             is_valid = False
-            complaints.complain(f"{TABLE}.{name}: {error}", line)
+            draft.complain(f"{TABLE}.{name}: {error}", line)
     return read, is_valid
 
 
 def _read_tiers(
-    value: object, path: TomlPath, lines: Mapping[TomlPath, int], complaints: Complaints
+    value: object, path: TomlPath, lines: Mapping[TomlPath, int], draft: Draft
 ) -> tuple[tuple[TierRule, ...], bool]:
     """Return the valid rules of ``[[remote.tier]]``, and whether there were no others."""
     where = f"{TABLE}.{TIER}"
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        complaints.complain(f"{where} is a list of tables: write [[{where}]] for each", line_of(lines, path))
+        draft.complain(f"{where} is a list of tables: write [[{where}]] for each", line_of(lines, path))
         return (), False
     rules: list[TierRule] = []
     for index, table in enumerate(value):
         line = line_of(lines, (*path, index))
-        values: dict[str, Any] = {}
-        sound = True
-        for name, raw in table.items():
-            at = line_of(lines, (*path, index, name))
-            if name not in TIER_KEYS:
-                complaints.unknown(f"{where}.{name}", [f"{where}.{known}" for known in TIER_KEYS], at)
-                sound = False
-                continue
-            try:
-                values[name] = TIER_KEYS[name].parse(raw)
-            except ValueError as error:
-                complaints.complain(f"{where}.{name}: {error}", at)
-                sound = False
+        values = draft.read_one(where, TIER_KEYS, table, (*path, index), lines)
         missing = [name for name in ("after", "storage_class") if name not in table]
         for name in missing:
-            complaints.complain(f"a [[{where}]] without {name}", line)
-        if sound and not missing:
-            rules.append(
-                TierRule(
-                    after_seconds=values["after"],
-                    storage_class=values["storage_class"] or "",
-                    kind=values.get("kind", "all"),
-                    keep_newest=values.get("keep_newest", 1),
-                )
-            )
+            draft.complain(f"a [[{where}]] without {name}", line)
+        if len(values) == len(table) and not missing:
+            rules.append(TierRule(**fields_of(TIER_KEYS, values)))
     return tuple(rules), len(rules) == len(value)
 
 
@@ -411,25 +333,20 @@ class Draft:
             return
         for index, table in enumerate(value):
             path: TomlPath = (kind, index)
-            values = self.read_one(kind, table, path, lines)
-            line = line_of(lines, path)
-            if kind == "root":
-                self.add_root(table, values, line)
-            elif kind == "watch_number":
-                self.add_watch_number(table, values, line)
-            elif kind == "checkpoints":
-                self.add_checkpoints(table, values, line)
-            elif kind == "snapshot_when":
-                self.add_snapshot_when(table, values, line)
-            else:
-                self.add_trainer(table, values, line)
+            values = self.read_one(kind, _LISTS[kind], table, path, lines)
+            add = getattr(self, f"add_{kind}")
+            add(table, values, line_of(lines, path))
 
     def read_one(
-        self, kind: str, table: dict[str, object], path: TomlPath, lines: Mapping[TomlPath, int]
+        self,
+        kind: str,
+        known: Mapping[str, Key],
+        table: dict[str, object],
+        path: TomlPath,
+        lines: Mapping[TomlPath, int],
     ) -> dict[str, Any]:
         """Return the valid values of one table of a list; record an error for each other."""
         values: dict[str, Any] = {}
-        known = _LISTS[kind]
         for name, raw in table.items():
             line = line_of(lines, (*path, name))
             if name not in known:
@@ -444,9 +361,7 @@ class Draft:
     def add_root(self, table: dict[str, object], values: dict[str, Any], line: int) -> None:
         """Add a root whose keys have been read."""
         if "path" in values:
-            # The field has its unit in its name; the key in the file is a duration with a unit.
-            values["last_good_within_seconds"] = values.pop("last_good_within", 0)
-            self.roots.append(RootConfig(**values, origin=self.at(line)))
+            self.roots.append(RootConfig(**fields_of(ROOT_KEYS, values), origin=self.at(line)))
         elif "path" not in table:
             self.complain("a [[root]] without a path", line)
 
@@ -462,9 +377,7 @@ class Draft:
             self.complain("a [[trainer]] needs a pid_file, or a heartbeat_file and heartbeat", line)
         # Otherwise an error has been recorded for the invalid value.
         elif len(values) == len(table):
-            # The field has its unit in its name; the key in the file is a duration with a unit.
-            values["heartbeat_seconds"] = values.pop("heartbeat", 0)
-            self.trainers.append(TrainerConfig(**values, origin=self.at(line)))
+            self.trainers.append(TrainerConfig(**fields_of(TRAINER_KEYS, values), origin=self.at(line)))
 
     def add_watch_number(self, table: dict[str, object], values: dict[str, Any], line: int) -> None:
         """Add a number whose keys have been read."""
@@ -501,8 +414,8 @@ class Draft:
             self.complain(f"more than {MAX_RULES} [[snapshot_when]]", line)
         # Otherwise an error has been recorded for the invalid value.
         elif len(values) == len(table):
-            fields = {SNAPSHOT_WHEN_KEYS[name].field or name: value for name, value in values.items()}
-            self.snapshot_when.append(SnapshotWhen(**fields, origin=self.at(line)))
+            rule = SnapshotWhen(**fields_of(SNAPSHOT_WHEN_KEYS, values), origin=self.at(line))
+            self.snapshot_when.append(rule)
 
     # --- the flat format
 
@@ -542,78 +455,20 @@ class Draft:
 
     def build(self) -> Config:
         """Return the configuration, with defaults for everything not set."""
-        values: dict[str, Any] = {
-            # Defaults go through the same parsers as values of a file, so both have one form.
-            name: self.values.get(name, key.parse(_default(key)) if key.default else _EMPTY.get(name))
-            for name, key in KEYS.items()
-        }
-        # Its default follows daemon.runtime_dir.
-        if "control.socket" not in self.values:
-            values["control.socket"] = values["daemon.runtime_dir"] / "control.sock"
-        retention = RetentionPolicy(
-            keep_within_seconds=values["retention.keep_within"],
-            keep_safety_seconds=values["retention.keep_safety"],
-            **{name: values[f"retention.{name}"] for name in _POLICY_NAMES},
-        )
-        return Config(
+        base = Config(
             roots=tuple(self.roots),
-            exclude=values["exclude"],
-            repository=RepositoryConfig(
-                values["repository.path"],
-                values["repository.block_size"],
-                values["repository.trust_owner"],
-                values["repository.reserve"],
-            ),
-            schedule=ScheduleConfig(values["schedule.interval"]),
-            retention=retention,
-            min_free=values["retention.min_free"],
-            capture=CaptureConfig(
-                values["capture.io_priority"],
-                values["capture.min_share"],
-                values["capture.finish_within"],
-                values["capture.undo_limit"],
-            ),
-            drill=DrillConfig(values["drill.every"], values["drill.scratch"]),
-            preemption=PreemptionConfig(
-                values["preemption.clouds"], values["preemption.grace"], values["preemption.endpoint"]
-            ),
-            overlay=OverlayConfig(values["overlay.tracked_names"], values["overlay.mapped_names"]),
-            control=ControlConfig(values["control.socket"], values["control.group"]),
-            watch=WatchConfig(
-                values["watch.users"], values["watch.emergency_per_hour"], values["watch.silence"]
-            ),
-            exporter=ExporterConfig(
-                values["exporter.listen"], values["exporter.otlp"], values["exporter.otlp_headers"]
-            ),
-            web=WebConfig(
-                values["web.listen"],
-                values["web.hosts"],
-                values["web.actions"],
-                values["web.look_group"],
-                values["web.restore_group"],
-                values["web.decide_group"],
-                values["web.proxy_user"],
-                values["web.user_header"],
-            ),
-            holds=HoldsConfig(values["holds.max_of_a_user"], values["holds.max_of_a_user_per_hour"]),
-            alert=AlertConfig(
-                values["alert.command"],
-                values["alert.user"],
-                values["alert.timeout"],
-                values["alert.full_within"],
-                values["alert.notify"],
-                values["alert.ping"],
-            ),
             trainers=tuple(self.trainers),
             snapshot_when=tuple(self.snapshot_when),
             watch_numbers=tuple(self.watch_numbers),
             checkpoints=tuple(self.checkpoints),
-            remotes=tuple(read.config(retention) for read in self.remotes),
-            runtime_dir=values["daemon.runtime_dir"],
-            log=LogConfig(values["log.level"], values["log.format"]),
             file=self.file,
             origins={name: self.origins.get(name, DEFAULT) for name in KEYS},
         )
+        config = with_values(base, KEYS, self.values)
+        if "control.socket" not in self.values:
+            control = replace(config.control, socket=config.runtime_dir / "control.sock")
+            config = replace(config, control=control)
+        return replace(config, remotes=tuple(read.config(config.retention) for read in self.remotes))
 
 
 _LISTS: Mapping[str, Mapping[str, Key]] = {
@@ -626,33 +481,6 @@ _LISTS: Mapping[str, Mapping[str, Key]] = {
 MAX_RULES: Final = 64
 """Limit of ``[[snapshot_when]]``: a worker compares each changed name with all of them."""
 _TABLES = tuple(dict.fromkeys(name.partition(".")[0] for name in KEYS if "." in name))
-_POLICY_NAMES = (
-    "keep_last",
-    "keep_hourly",
-    "keep_daily",
-    "keep_weekly",
-    "keep_monthly",
-    "keep_yearly",
-    "keep_tags",
-    "keep_emergency",
-)
-# Defaults of the keys whose default is no text that their parser takes.
-_EMPTY: dict[str, Any] = {
-    "exclude": (),
-    "retention.keep_tags": (),
-    "watch.users": (),
-    "alert.command": (),
-    "alert.notify": (),
-    "web.hosts": (),
-    "preemption.clouds": (),
-    "overlay.tracked_names": DEFAULT_TRACKED_NAMES,
-    "overlay.mapped_names": DEFAULT_MAPPED_NAMES,
-}
-
-
-def _default(key: Key) -> object:
-    # Parsers of counts take integers alone, as TOML has them.
-    return int(key.default) if key.default.isdigit() else key.default
 
 
 def _suggestion(name: str, known: Iterable[str]) -> str:

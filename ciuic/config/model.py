@@ -364,7 +364,9 @@ class RemoteConfig(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     key_command: tuple[str, ...] = ()
     """Program and arguments whose output is the key; empty: none. Not both this and ``key_file``."""
     storage_class: str | None = None
-    keep: RetentionPolicy = msgspec.field(default_factory=RetentionPolicy)
+    # A remote answers the disasters that are found late: a month, which is also the time for which the cheaper storage classes are
+    # paid at least. Its chunks are shared, so that it costs little.
+    keep: RetentionPolicy = RetentionPolicy(keep_within_seconds=30 * 86_400, keep_last=10, keep_emergency=10)
     """Rules of the remote's own retention: at least those of ``[retention]``, unless they were set."""
     schedule: RemoteSchedule = RemoteSchedule()
     price: RemotePrice = RemotePrice()

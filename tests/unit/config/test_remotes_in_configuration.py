@@ -22,6 +22,7 @@ from ciuic.config import (
     parse_config,
     shown,
 )
+from ciuic.config.keys import DEFAULT_REMOTE_NAME
 from ciuic.config.load import parse_leniently
 from ciuic.config.values import window_value
 from ciuic.errors import ConfigError
@@ -291,7 +292,8 @@ def test_every_key_of_a_remote_is_documented() -> None:
     for key in REMOTE_KEYS.values():
         row = next((line for line in page.splitlines() if line.startswith(f"| `remote.{key.name}`")), None)
         assert row is not None, f"remote.{key.name} is not documented"
-        assert not key.default or f"`{key.default}`" in row, row
+        default = key.show_effective(RemoteConfig(name=DEFAULT_REMOTE_NAME, url=""))
+        assert not default or f"`{default}`" in row, row
     example = (top / "etc" / "ciuic.toml").read_text()
     assert all(f"# [{table}]\n" in example for table in ("remote", *_tables()))
 
