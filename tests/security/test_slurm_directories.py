@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from support.restoring import take, write
+from support.site import CHECKOUT
 from support.until import until
 
 from ciuic.cli.commands import slurm
@@ -157,6 +158,11 @@ def test_an_epilog_that_is_killed_at_any_moment_leaves_a_record_of_its_root(
     assert not record.exists()
 
 
+def _waits(pid: int) -> bool:
+    lines = Path("/proc/locks").read_text().splitlines()
+    return any(line.split()[1:3] == ["->", "FLOCK"] and str(pid) in line.split() for line in lines)
+
+
 def test_a_job_that_begins_while_another_ends_the_protection_of_its_directory_has_it_protected(
     lost: tuple[Path, Path], own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,16 +174,16 @@ def test_a_job_that_begins_while_another_ends_the_protection_of_its_directory_ha
 
     def begin(file: Path, paths: list[Path]) -> object:
         command = [sys.executable, "-m", "ciuic", "--config", str(config), "slurm", "prolog"]
-        environment = {**os.environ, "SLURM_JOB_ID": "2", "PATH": f"{config.parent}:{os.environ['PATH']}"}
+        environment = {**os.environ, "SLURM_JOB_ID": "2", "PYTHONPATH": str(CHECKOUT)}
         prologs.append(subprocess.Popen(command, env=environment, cwd="/"))
-        # Until it waits for its turn.
-        until("the prolog's wait", lambda: "flock" in Path(f"/proc/{prologs[0].pid}/wchan").read_text() or prologs[0].poll() is not None)  # fmt: skip
+        until("the prolog's wait for its turn", lambda: _waits(prologs[0].pid))
         return remove_roots(file, paths)
 
     with monkeypatch.context() as epilog:
         epilog.setenv("SLURM_JOB_ID", "1")
         epilog.setattr("ciuic.config.remove_roots", begin)
         _hook("epilog", config)
+    assert not record.exists()
     assert prologs[0].wait(60) == 0
     assert [root.path for root in load_config(config).roots] == [own]
     assert (record.parent / "2").read_text() == f"{own}\n"
