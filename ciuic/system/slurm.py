@@ -81,6 +81,11 @@ class SlurmJob(NamedTuple):
             f"slurm-{key}={_NO_TAG.sub('_', value)[:_MAX_NAME]}" for key, value in values.items() if value
         )
 
+    @property
+    def _in_slurm(self) -> str:
+        """Name of the job alone: the number of the last task of an array is that of the array, too."""
+        return f"{self.array_job}_{self.array_index}" if self.array_job and self.array_index else self.id
+
     def ask(self) -> JobState:
         """Return the state of the job.
 
@@ -88,7 +93,7 @@ class SlurmJob(NamedTuple):
             CiuicError: the controller cannot be asked.
         """
         # Fixed widths: a field that squeue does not know is left out without them.
-        said = _run("squeue", "--noheader", "--states=all", f"--jobs={self.id}", "--Format=State:30,PreemptTime:30,StartTime:30")  # fmt: skip
+        said = _run("squeue", "--noheader", "--states=all", f"--jobs={self._in_slurm}", "--Format=State:30,PreemptTime:30,StartTime:30")  # fmt: skip
         words = said.split()
         if not words:
             return JobState("", False)
@@ -101,7 +106,7 @@ class SlurmJob(NamedTuple):
         # Slurm from 23.02 on has it in the environment of Prolog and Epilog.
         known = environ.get("SLURM_JOB_COMMENT")
         said = (
-            _run("squeue", "--noheader", "--states=all", f"--jobs={self.id}", "--format=%k")
+            _run("squeue", "--noheader", "--states=all", f"--jobs={self._in_slurm}", "--format=%k")
             if known is None
             else known
         )
@@ -113,9 +118,7 @@ class SlurmJob(NamedTuple):
         Raises:
             CiuicError: the controller refuses, or cannot be asked.
         """
-        # The task alone: the number of the last task is that of the array, too.
-        name = f"{self.array_job}_{self.array_index}" if self.array_job and self.array_index else self.id
-        _run("scontrol", "requeue", name)
+        _run("scontrol", "requeue", self._in_slurm)
 
 
 def job_tags(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:

@@ -223,7 +223,7 @@ def test_a_job_has_its_directory_protected_while_it_runs(
 def test_hooks_that_fail_drain_no_node(cluster: Cluster, live: Live, short_tmp: Path) -> None:
     """Where ciuic is missing or no daemon runs, or a directory is none of the user's, the job runs and its node stays; strict hooks drain it.
 
-    What the user has named wrongly is in the log of the job, and drains no node.
+    That the directory is not protected is in the log of the job; what the user has named wrongly drains no node.
     """
     theirs, link = short_tmp / "theirs", short_tmp / "link"
     theirs.mkdir()
@@ -235,9 +235,12 @@ def test_hooks_that_fail_drain_no_node(cluster: Cluster, live: Live, short_tmp: 
         ({"CIUIC": "/nonexistent/ciuic"}, own), ({}, own), ({}, theirs), ({}, link), ({}, short_tmp / "missing"),
     ):  # fmt: skip
         cluster.set_hooks(_hooks(live, XDG_STATE_HOME=str(short_tmp), **variables))
-        job = cluster.submit(f"--comment=ciuic={path}", "--output=/dev/null", wrap=f"touch {short_tmp}/ran")
+        job = cluster.submit(
+            f"--comment=ciuic={path}", f"--output={short_tmp}/out", wrap=f"touch {short_tmp}/ran"
+        )
         until("the job", lambda job=job: cluster.state(job) == "COMPLETED")  # type: ignore[misc]
         (short_tmp / "ran").unlink()
+        assert "protected" in (short_tmp / "out").read_text()
         until("idle nodes", lambda: cluster.node_states() == ["idle", "idle"])
     assert "[[root]]" not in live.config.read_text()
     cluster.set_hooks(_hooks(live, CIUIC_SLURM_STRICT="1", XDG_STATE_HOME=str(short_tmp)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +12,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from support.restoring import take, write
+from support.site import CHECKOUT
+from support.until import until
 
 from ciuic.cli.commands import slurm
 from ciuic.cli.shared.session import Session
-from ciuic.config import NoDirectory, RootConfig, add_roots, load_config
+from ciuic.config import NoDirectory, RootConfig, add_roots, load_config, remove_roots
 from ciuic.errors import CiuicError, ConfigError, NotFound, UsageError
 from ciuic.repository import Repository
 from ciuic.system.slurm import SlurmJob, check_directory, directory_in_comment
@@ -96,6 +100,93 @@ def test_a_job_that_begins_while_slurm_is_asked_is_not_lost(
     session: Any = SimpleNamespace(config=SimpleNamespace(roots=()))
     slurm._forget_lost_jobs(session, tmp_path)
     assert {one.name for one in tmp_path.iterdir()} == {"8001", "8002"}
+
+
+@pytest.fixture
+def lost(tmp_path: Path, own: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Give job 2 a node where job 1 has left a root and its record; return the configuration and the record."""
+    config, record = tmp_path / "ciuic.toml", tmp_path / "ciuic/slurm/n1/1"
+    config.write_text(
+        f'[repository]\npath = "{tmp_path}/repository"\n[daemon]\nruntime_dir = "{tmp_path}/run"\n'
+    )
+    add_roots(config, [RootConfig(own)])
+    record.parent.mkdir(parents=True)
+    record.write_text(f"{own}\n")
+    for name, value in {
+        "CIUIC_CONFIG": str(config), "XDG_STATE_HOME": str(tmp_path), "SLURMD_NODENAME": "n1", "SLURM_JOB_ID": "2",
+        "SLURM_JOB_UID": str(OWNER), "SLURM_JOB_COMMENT": "",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(slurm, "jobs_on_node", lambda node: frozenset({"2"}))
+    return config, record
+
+
+def _hook(name: str, config: Path) -> Any:
+    return CliRunner().invoke(slurm.command, [name], obj=Session(config_option=config))
+
+
+def test_any_next_prolog_ends_what_a_lost_job_left_and_names_it_to_nobody(
+    lost: tuple[Path, Path], own: Path
+) -> None:
+    """The prolog of a job that names no directory ends the protection of a lost job's, and prints nothing about it."""
+    config, record = lost
+    done = _hook("prolog", config)
+    assert (done.exit_code, done.output) == (0, "")
+    assert not load_config(config).roots
+    assert not record.exists()
+
+
+def test_an_epilog_that_is_killed_at_any_moment_leaves_a_record_of_its_root(
+    lost: tuple[Path, Path], own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until its root has left the configuration an epilog has its record, by which the next prolog ends the protection."""
+    config, record = lost
+    seen: list[bool] = []
+
+    def die(file: Path, paths: list[Path]) -> None:
+        seen.append(record.exists())
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed:
+        killed.setenv("SLURM_JOB_ID", "1")
+        killed.setattr("ciuic.config.remove_roots", die)
+        _hook("epilog", config)
+    assert seen == [True]
+    assert record.exists()
+    _hook("prolog", config)
+    assert not load_config(config).roots
+    assert not record.exists()
+
+
+def _waits(pid: int) -> bool:
+    lines = Path("/proc/locks").read_text().splitlines()
+    return any(line.split()[1:3] == ["->", "FLOCK"] and str(pid) in line.split() for line in lines)
+
+
+def test_a_job_that_begins_while_another_ends_the_protection_of_its_directory_has_it_protected(
+    lost: tuple[Path, Path], own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prolog waits for an epilog that is about to end the protection of the same directory, and protects it anew."""
+    config, record = lost
+    monkeypatch.setattr(slurm, "jobs_on_node", lambda node: frozenset({"1", "2"}))
+    monkeypatch.setenv("SLURM_JOB_COMMENT", f"ciuic={own}")
+    prologs: list[subprocess.Popen[bytes]] = []
+
+    def begin(file: Path, paths: list[Path]) -> object:
+        command = [sys.executable, "-m", "ciuic", "--config", str(config), "slurm", "prolog"]
+        environment = {**os.environ, "SLURM_JOB_ID": "2", "PYTHONPATH": str(CHECKOUT)}
+        prologs.append(subprocess.Popen(command, env=environment, cwd="/"))
+        until("the prolog's wait for its turn", lambda: _waits(prologs[0].pid))
+        return remove_roots(file, paths)
+
+    with monkeypatch.context() as epilog:
+        epilog.setenv("SLURM_JOB_ID", "1")
+        epilog.setattr("ciuic.config.remove_roots", begin)
+        _hook("epilog", config)
+    assert not record.exists()
+    assert prologs[0].wait(60) == 0
+    assert [root.path for root in load_config(config).roots] == [own]
+    assert (record.parent / "2").read_text() == f"{own}\n"
 
 
 @pytest.mark.parametrize(

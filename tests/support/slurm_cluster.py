@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import signal
 import socket
@@ -19,8 +20,13 @@ NODES = ("n1", "n2")
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 
 
+def lacking_programs() -> list[str]:
+    """Return the programs of Slurm that are not installed."""
+    return [name for name in _PROGRAMS if shutil.which(name, path=_path()) is None]
+
+
 def needs_slurm() -> None:
-    lacking = [name for name in _PROGRAMS if shutil.which(name, path=_path()) is None]
+    lacking = lacking_programs()
     needs(f"{', '.join(lacking)} of the packages slurm-wlm and munge not installed" if lacking else "")
 
 
@@ -40,10 +46,11 @@ def _free_ports(count: int) -> list[int]:
 
 
 class Cluster:
-    """Two nodes, of one processor each; partition ``high`` preempts jobs of ``low``, which have 20 seconds then."""
+    """Two nodes; partition ``high`` preempts jobs of ``low``, which have 20 seconds then."""
 
-    def __init__(self, top: Path) -> None:
+    def __init__(self, top: Path, cpus: int = 1) -> None:
         self.top = top
+        self._cpus = cpus
         self.conf = top / "slurm.conf"
         self.environment = {
             **os.environ,
@@ -76,7 +83,7 @@ class Cluster:
         host, top = socket.gethostname().partition(".")[0], self.top
         self.set_hooks("exit 0")
         nodes = "".join(
-            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1 State=UNKNOWN\n"
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={self._cpus} State=UNKNOWN\n"
             for node, port in zip(NODES, ports[1:], strict=True)
         )
         self.conf.write_text(
@@ -153,12 +160,16 @@ PartitionName=high Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF State=UP
         )
         return done.stdout.strip() if done.returncode == 0 else ""
 
-    def submit(self, *options: str, script: Path | None = None, wrap: str = "") -> str:
-        """Submit a job and return its number."""
+    def submit(
+        self, *options: str, script: Path | None = None, wrap: str = "", top: Path | None = None, uid: int = 0
+    ) -> str:
+        """Submit a job of a user, from a directory, and return its number."""
         what = ["--wrap", wrap] if script is None else [str(script)]
+        group = pwd.getpwuid(uid).pw_gid
         done = subprocess.run(
             ["sbatch", "--parsable", *options, *what],
-            env=self.environment, cwd=self.top, capture_output=True, text=True, timeout=30, check=False,
+            env=self.environment, cwd=top or self.top, capture_output=True, text=True, timeout=30, check=False,
+            user=uid, group=group, extra_groups=[],
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
@@ -203,8 +214,9 @@ PartitionName=high Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF State=UP
         """Cancel all jobs; return when their processes are gone."""
 
         def is_clear() -> bool:
-            self.ask("scancel", "--user=root")
-            return not self.ask("squeue", "-h", "-o", "%i")
+            if jobs := self.ask("squeue", "-h", "-o", "%A").split():
+                self.ask("scancel", *jobs)
+            return not jobs
 
         until("an empty queue", is_clear)
         daemons = {process.pid for process in self._processes.values()}
@@ -230,10 +242,10 @@ PartitionName=high Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF State=UP
 
 
 @contextmanager
-def cluster_in(top: Path) -> Iterator[Cluster]:
+def cluster_in(top: Path, cpus: int = 1) -> Iterator[Cluster]:
     """Run a cluster; its logs are in the failure of a test."""
     needs_slurm()
-    made = Cluster(top)
+    made = Cluster(top, cpus)
     try:
         made.start()
         yield made

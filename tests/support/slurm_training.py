@@ -25,14 +25,14 @@ from ciuic.training import BeforePreemption, Rule, Steps
 RUN_STEPS = 5
 
 
-def main(top: Path, steps: int, every: int) -> None:
-    random.seed(5)
-    np.random.seed(5)
+def main(top: Path, steps: int, every: int, *, saves: Path | None = None, seed: int = 5) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
     model = Model(1000)
     optimizer = Optimizer(model)
     node = os.environ.get("SLURMD_NODENAME", "")
     rules: list[Rule] = [BeforePreemption(grace_seconds=15), *([Steps(every)] if every else [])]
-    manager = SnapshotManager(top / "snapshots", save_when=rules)
+    manager = SnapshotManager(saves or top / "snapshots", save_when=rules)
     manager.register(model=model, optimizer=optimizer)
     manager.resume()
     began = optimizer.steps

@@ -340,8 +340,8 @@ def unprotect_command(paths: tuple[bytes, ...], as_json: bool) -> None:
     unprotect(session, list(dict.fromkeys(asked)), as_json=as_json)
 
 
-def unprotect(session: Session, asked: Sequence[Path], *, as_json: bool = False) -> None:
-    """Stop protecting directories, whose paths are taken as they are, and print what was done."""
+def end_protection(session: Session, asked: Sequence[Path]) -> bool:
+    """Stop protecting directories, whose paths are taken as they are; return True if a daemon runs and unmounts them."""
     from ciuic.config import remove_roots, writable_file
 
     configured = [root.path for root in session.config.roots]
@@ -353,7 +353,12 @@ def unprotect(session: Session, asked: Sequence[Path], *, as_json: bool = False)
             )
     # Before the daemon unmounts: one that is killed in between does not mount the root again when it starts.
     remove_roots(writable_file(session.config_option), asked)
-    unmounted = _have_unmounted(session, asked)
+    return _have_unmounted(session, asked)
+
+
+def unprotect(session: Session, asked: Sequence[Path], *, as_json: bool = False) -> None:
+    """Stop protecting directories, whose paths are taken as they are, and print what was done."""
+    unmounted = end_protection(session, asked)
     if as_json:
         out_json({"roots": [{"path": str(path), "removed": True} for path in asked], "daemon": unmounted})
     else:

@@ -10,6 +10,7 @@ Leaves the saving of a training's state to its SnapshotManager: what is done her
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -17,8 +18,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -124,6 +125,9 @@ def prolog_command() -> None:
 
     session = current()
     try:
+        record = _record(_job())
+        # For any job: a node may see no other one that names a directory.
+        _forget_lost_jobs(session, record.parent)
         named = _named_directory()
     except CiuicError as error:
         # Whatever a user writes there: it must not take the node away from others, by CIUIC_SLURM_STRICT.
@@ -132,21 +136,20 @@ def prolog_command() -> None:
     if named is None:
         return
     job, path = named
-    record = _record(job)
     record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # With a session of its own: this one is to read the configuration that it leaves.
-    _forget_lost_jobs(Session(config_option=session.config_option), record.parent)
-    is_new = path not in [root.path for root in session.config.roots]
-    # Before the directory is protected: a root that nobody would take back is worse than a record of none.
-    record.write_text(f"{path}\n" if is_new or _is_recorded(record.parent, path) else "\n")
     try:
-        # After the record: an epilog that owes a last snapshot looks for one after it has said so.
-        if keep_protected(writable_file(session.config_option), str(path)):
-            record.write_text(f"{path}\n")
-            # A daemon may have ended its protection since the configuration was read.
-            session, is_new = Session(config_option=session.config_option), True
-        if is_new:
-            protect(session, [path])
+        with _turn(record.parent):
+            # The configuration as other hooks have left it.
+            session = Session(config_option=session.config_option)
+            is_new = path not in [root.path for root in session.config.roots]
+            # Before the directory is protected: a root that nobody would take back is worse than a record of none.
+            _write(record, str(path) if is_new or _is_recorded(record.parent, path) else "")
+            if keep_protected(writable_file(session.config_option), str(path)):
+                _write(record, str(path))
+                # A daemon may have ended its protection since the configuration was read.
+                session, is_new = Session(config_option=session.config_option), True
+            if is_new:
+                protect(session, [path])
     except BaseException as error:
         _undo(session, record, path)
         if not _is_about_directory(error):
@@ -164,8 +167,6 @@ def epilog_command() -> None:
     It stays protected where it was before the job, and where another job on this node uses it. Where no daemon answers, the
     next one does both when it starts.
     """
-    from ciuic.cli.commands.protect import unprotect
-
     session = current()
     job = _job()
     record = _record(job)
@@ -184,9 +185,33 @@ def epilog_command() -> None:
             raise
         complain(f"there is no last snapshot of the directory that the job named: {error}")
     finally:
+        _end(session, record, recorded)
+
+
+@contextmanager
+def _turn(records: Path) -> Iterator[None]:
+    """Let one prolog or epilog of a node at a time decide whether its directory is another job's, too, and act on it."""
+    fd = os.open(records, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # What is killed gives its turn back.
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _end(session: Session, record: Path, recorded: str) -> None:
+    """End the protection of a job's directory, unless another job on this node uses it; then remove the record.
+
+    A record that is left, by a kill or an error, is ended by the next prolog.
+    """
+    from ciuic.cli.commands.protect import end_protection
+
+    with _turn(record.parent):
+        if recorded and not _is_recorded(record.parent, Path(recorded), besides=record):
+            # In silence: what a prolog prints is for the job that begins, and this may be another user's.
+            end_protection(session, [Path(recorded)])
         record.unlink(missing_ok=True)
-        if recorded and not _is_recorded(record.parent, Path(recorded)):
-            unprotect(session, [Path(recorded)])
 
 
 def _named_before() -> str:
@@ -209,7 +234,6 @@ def _is_about_directory(error: BaseException) -> bool:
 
 def _undo(session: Session, record: Path, path: Path) -> None:
     """End what a prolog began that fails: its root leaves the configuration, or else the record stays, and the epilog ends it."""
-    from ciuic.cli.commands.protect import unprotect
 
     def configured() -> Session | None:
         # The configuration as it is now: what failed may have written it, or not.
@@ -217,17 +241,16 @@ def _undo(session: Session, record: Path, path: Path) -> None:
         return now if path in [root.path for root in now.config.roots] else None
 
     try:
-        recorded = record.read_text() != "\n"
-        record.unlink()
-        if recorded and not _is_recorded(record.parent, path) and (found := configured()) is not None:
-            unprotect(found, [path])
+        found = configured()
+        _end(found or session, record, "" if found is None else record.read_text().removesuffix("\n"))
     except (CiuicError, OSError) as error:
         complain(f"{shown_text(str(path))}: {error}")
         # The overlay alone may be left, of which the daemon lets go.
         with suppress(CiuicError):
             if configured() is None:
+                record.unlink(missing_ok=True)
                 return
-        record.write_text(f"{path}\n")
+        _write(record, str(path))
 
 
 def _owe(session: Session, record: Path, named: str, *, ends: bool) -> None:
@@ -246,10 +269,12 @@ def _owe(session: Session, record: Path, named: str, *, ends: bool) -> None:
     if not root or not is_ciuic_mount(root, mountinfo.read()):
         raise Unreachable(f"no daemon answers, and {shown_text(named)} is not protected")
     file = writable_file(session.config_option)
-    owe_snapshot(file, OwedSnapshot(root=root, message=_LAST_MESSAGE, tags=list(job_tags()), unprotects=ends))
-    record.unlink(missing_ok=True)
-    # After the debt is on file: a prolog has its record first and looks for debts then.
-    stays = not ends or (_is_recorded(record.parent, Path(named)) and keep_protected(file, root))
+    with _turn(record.parent):
+        owe_snapshot(
+            file, OwedSnapshot(root=root, message=_LAST_MESSAGE, tags=list(job_tags()), unprotects=ends)
+        )
+        record.unlink(missing_ok=True)
+        stays = not ends or (_is_recorded(record.parent, Path(named)) and keep_protected(file, root))
     note(
         f"no daemon answers: one that is started takes the last snapshot of {shown_text(root)}"
         + ("" if stays else ", and stops protecting it")
@@ -289,37 +314,42 @@ def _record(job: SlurmJob) -> Path:
     return state_home("slurm") / (node if _NODE.fullmatch(node) else "") / job.id
 
 
-def _forget_lost_jobs(session: Session, records: Path) -> None:
-    """Stop protecting directories of jobs that have ended without an Epilog, by the end of this machine."""
-    from ciuic.cli.commands.protect import unprotect
+def _write(record: Path, path: str) -> None:
+    """Write a record, durably, as the configuration that it answers for is."""
+    from ciuic.system.disk import Disk
 
+    Disk().replace_file(record, f"{path}\n".encode())
+
+
+def _forget_lost_jobs(session: Session, records: Path) -> None:
+    """Stop protecting directories of jobs that have ended without an Epilog, or whose Epilog was killed."""
     # Before Slurm is asked: a job that begins meanwhile has a record, and is not among what Slurm has told.
-    recorded = [one for one in records.iterdir() if one.name.isdecimal()]
+    recorded = [one for one in records.iterdir() if one.name.isdecimal()] if records.is_dir() else []
+    if not recorded:
+        return
     try:
         here = jobs_on_node(os.environ["SLURMD_NODENAME"])
     except (KeyError, CiuicError) as error:
         complain(f"directories of jobs that are lost stay protected: {error}")
         return
     for record in [one for one in recorded if one.name not in here]:
+        # Said, and no reason to keep another job from this node.
         try:
             path = record.read_text().removesuffix("\n")
-            record.unlink()
+            is_root = path and Path(path) in [root.path for root in session.config.roots]
+            _end(session, record, path if is_root else "")
         except FileNotFoundError:
             continue  # its Epilog was late
-        is_root = path and Path(path) in [root.path for root in session.config.roots]
-        if is_root and not _is_recorded(records, Path(path)):
-            # Said, and no reason to keep another job from this node.
-            try:
-                unprotect(session, [Path(path)])
-            except CiuicError as error:
-                complain(f"{shown_text(path)}: {error}")
+        except CiuicError:
+            # Without its name and the reason, which name another user's directory.
+            complain(f"the directory of lost job {record.name} may still be mounted (ciuic status)")
 
 
-def _is_recorded(directory: Path, path: Path) -> bool:
-    """Return whether a job on this node has had a directory protected."""
+def _is_recorded(directory: Path, path: Path, *, besides: Path | None = None) -> bool:
+    """Return whether a job on this node has had a directory protected; ``besides`` is the record of one that does not count."""
     for record in directory.iterdir():
         with suppress(FileNotFoundError):  # its job has ended meanwhile
-            if record.name.isdecimal() and record.read_text() == f"{path}\n":
+            if record != besides and record.name.isdecimal() and record.read_text() == f"{path}\n":
                 return True
     return False
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.site import CHECKOUT
 
 from ciuic.cli.shared.options import Tag
-from ciuic.system.slurm import is_job_tag, job_tags
+from ciuic.system import slurm
+from ciuic.system.slurm import SlurmJob, is_job_tag, job_tags
 
 
 @given(st.text(), st.text(), st.text(), st.from_regex(r"[0-9]{1,12}", fullmatch=True))
@@ -38,3 +44,36 @@ def test_a_job_is_told_by_its_number_name_index_and_restarts() -> None:
     assert job_tags(variables) == ()
     assert not is_job_tag("keep")
     assert not is_job_tag("slurm-job=17,keep")
+
+
+def test_the_last_task_of_an_array_asks_for_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task whose number is the array's, too, names itself to Slurm by its index: the number names all tasks."""
+    asked: list[tuple[str, ...]] = []
+
+    def run(*command: str) -> str:
+        asked.append(command)
+        return ""
+
+    monkeypatch.setattr(slurm, "_run", run)
+    job = SlurmJob.of({"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "14", "SLURM_ARRAY_TASK_ID": "2"})
+    assert job is not None
+    job.ask()
+    job.comment({})
+    job.requeue()
+    assert [{"14", "--jobs=14"}.isdisjoint(command) for command in asked] == [True] * 3
+    assert [any(word.endswith("14_2") for word in command) for command in asked] == [True] * 3
+
+
+def test_tasks_of_an_array_save_apart_by_the_shipped_script(tmp_path: Path) -> None:
+    """The job script that is shipped gives each task of an array a save directory of its own."""
+    shown = tmp_path / "ciuic"
+    shown.write_text('#!/bin/sh\nfor word; do last=$word; done\necho "$last"\n')
+    shown.chmod(0o755)
+    said = [
+        subprocess.run(
+            ["bash", CHECKOUT / "etc/training/slurm.sbatch"], check=True, capture_output=True, text=True,
+            env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_SUBMIT_DIR": "/run", **task},
+        ).stdout.strip()
+        for task in ({}, {"SLURM_ARRAY_TASK_ID": "1"}, {"SLURM_ARRAY_TASK_ID": "2"})
+    ]  # fmt: skip
+    assert said == ["/run/snapshots", "/run/snapshots-1", "/run/snapshots-2"]
