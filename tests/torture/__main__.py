@@ -76,6 +76,7 @@ TORTURES = [
     Torture("resumes", 1),
     Torture("ranks", 1),
     Torture("hosts", 1),
+    Torture("elastic", 1),
     Torture("sets", 1),
     Torture("mutants", 1, only_named=True),
 ]
