@@ -12,13 +12,14 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from support.host_networks import HostNetworks
 from support.until import until
 
 AGENT: Final = "torch.distributed.run"
 _NAMESPACES: Final = ("--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child", "--mount-proc")
+_OF_TORCH: Final = ("torchelastic_", "torchinductor_")
 _ENDS_WITH_US: Final = ("setpriv", "--pdeathsig", "KILL")
 _INIT: Final = (
     'mount -t tmpfs -o mode=0755 "$1" "$2" && mount -t tmpfs shm /dev/shm && hostname "$1" && mkdir "$2/tmp" && touch "$2/up"'
@@ -26,12 +27,41 @@ _INIT: Final = (
 )
 
 
+class Event(NamedTuple):
+    """Line that a rank has told."""
+
+    word: str
+    rank: int
+    world: int
+    value: str
+
+
+def read_events(path: Path, after: int = 0) -> list[Event]:
+    """Return what the ranks of elastic_training.py have told, after so many bytes of their file."""
+    with open(path) as file:
+        file.seek(after)
+        lines = file.read().splitlines()
+    return [Event(word, int(rank), int(world), value) for word, rank, world, value in map(str.split, lines)]
+
+
 class ElasticHost:
     """Host of a number; ``disk`` is the path at which its processes see its disk."""
 
     def __init__(self, at: int, networks: HostNetworks, disk: Path, log: Path) -> None:
         self.at, self.disk, self._log = at, disk, log
-        words = [*networks.command(at), *_ENDS_WITH_US, "unshare", *_NAMESPACES, "--", "sh", "-c", _INIT, "sh", f"host-{at}", str(disk)]
+        words = [
+            *networks.command(at),
+            *_ENDS_WITH_US,
+            "unshare",
+            *_NAMESPACES,
+            "--",
+            "sh",
+            "-c",
+            _INIT,
+            "sh",
+            f"host-{at}",
+            str(disk),
+        ]
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
                 words, cwd="/", stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
@@ -44,7 +74,9 @@ class ElasticHost:
     def _first_process(self) -> int:
         assert self._process.poll() is None, self._log.read_text()
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
-        return int(children[0]) if children and Path(f"/proc/{children[0]}/root{self.disk}/up").exists() else 0
+        return (
+            int(children[0]) if children and Path(f"/proc/{children[0]}/root{self.disk}/up").exists() else 0
+        )
 
     @property
     def root(self) -> Path:
@@ -84,7 +116,13 @@ class ElasticHost:
                 pid = int(name)
                 if pid == self._init or os.readlink(f"/proc/{pid}/ns/pid") != own:
                     continue
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()
+                command = (
+                    Path(f"/proc/{pid}/cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode("utf-8", "replace")
+                    .strip()
+                )
                 if command and word in command and command != "sleep 1000":
                     found[pid] = command
         return found
@@ -109,11 +147,12 @@ class ElasticHost:
             self._agent.wait(60)
 
     def left(self) -> list[str]:
-        """Return what the host's programs have left behind: processes, mounts, files in shared memory and temporary directories."""
+        """Return what the host's programs have left behind: processes, mounts, files in shared memory and temporary files but for torch's own."""
         found = [f"process {command}" for command in self.processes().values()]
         found += [f"mount {point}" for point in self._mounts_now() - self._mounts]
         for path in (Path("/dev/shm"), self.disk / "tmp"):
-            found += [f"file {path / name}" for name in os.listdir(f"{self.root}{path}")]
+            names = os.listdir(f"{self.root}{path}")
+            found += [f"file {path / name}" for name in names if not name.startswith(_OF_TORCH)]
         return found
 
     def _mounts_now(self) -> set[str]:
