@@ -245,7 +245,8 @@ class ElasticTrial:
             host.destroy()
             self._notices.told.pop(victim, None)
             del self.hosts[victim]
-            if kind == "notice":
+            if kind == "notice" and reached > told:
+                # Ranks that hang or only begin have no boundary at which to save.
                 self._check_notice(told, offset)
         elif kind == "hang":
             host.signal(host.ranks(), signal.SIGSTOP)
@@ -279,7 +280,7 @@ class ElasticTrial:
             if status := host.wait(_END_SECONDS):
                 self.problems.append(f"the agent of host {at} ended with {status}\n{host.log()}")
             try:
-                until("the end of all", lambda host=host: not host.left(), _END_SECONDS)
+                until("the end of all", lambda host=host: host.hurry() or not host.left(), _END_SECONDS)
             except TimeoutError:
                 self.problems.append(f"host {at} is left with {host.left()}")
         digests = {event.value for event in self._told("digest")}
