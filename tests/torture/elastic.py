@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,7 +36,7 @@ from torture.figure import Figure
 from ciuic.remote.sealing.key_slots import make_key_file
 
 _HOSTS = 2
-_STEPS = 600
+_STEPS = 400
 _STEP_SECONDS = 0.1
 _DISASTERS_A_RUN = 12
 _MIN_DISASTERS = 3
@@ -280,7 +281,7 @@ class ElasticTrial:
             if status := host.wait(_END_SECONDS):
                 self.problems.append(f"the agent of host {at} ended with {status}\n{host.log()}")
             try:
-                until("the end of all", lambda host=host: host.hurry() or not host.left(), _END_SECONDS)
+                until("the end of all", partial(_is_clear, host), _END_SECONDS)
             except TimeoutError:
                 self.problems.append(f"host {at} is left with {host.left()}")
         digests = {event.value for event in self._told("digest")}
@@ -294,6 +295,11 @@ class ElasticTrial:
         for host in self.hosts.values():
             host.destroy()
         self._stack.close()
+
+
+def _is_clear(host: ElasticHost) -> bool:
+    host.hurry()
+    return not host.left()
 
 
 def run(seconds: float, seed: int) -> list[Figure]:
