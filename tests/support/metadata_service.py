@@ -12,8 +12,8 @@ Answer = Callable[[str, str, dict[str, str]], "tuple[int, str, dict[str, str]]"]
 
 
 @contextmanager
-def service(answer: Answer) -> Iterator[str]:
-    """Address of a local server in the place of a metadata service."""
+def service(answer: Answer, host: str = "127.0.0.1") -> Iterator[str]:
+    """Address of a local server in the place of a metadata service, on an address of this machine."""
 
     class Handler(BaseHTTPRequestHandler):
         def handle(self) -> None:
@@ -36,12 +36,12 @@ def service(answer: Answer) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer((host, 0), Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        yield f"http://{host}:{server.server_address[1]}"
     finally:
         server.shutdown()
         server.server_close()

@@ -77,6 +77,7 @@ TORTURES = [
     Torture("ranks", 1),
     Torture("hosts", 1),
     Torture("slurm", 1),
+    Torture("elastic", 1),
     Torture("sets", 1),
     Torture("mutants", 1, only_named=True),
 ]
