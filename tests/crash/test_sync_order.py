@@ -57,7 +57,7 @@ class SyncWatch:
         self._names: set[str] = set()
         """Directories with a name that is not durable."""
         self.renamed_unsynced: list[str] = []
-        """Final names that were given to unsynced content."""
+        """Final names that were given to unsynced content, or to a directory with names that are not durable."""
         self._real = {
             name: getattr(os, name)
             for name in (*_NAMING, *_MOVING, *_CHANGING, *_WRITING, "open", "fsync", "fdatasync")
@@ -117,11 +117,9 @@ class SyncWatch:
     def _moving(self, name: str) -> Callable[..., Any]:
         def call(source: Any, target: Any, **options: Any) -> Any:
             kept = _path(source, options.get("src_dir_fd"))
-            if (
-                name != "link"
-                and os.path.isfile(kept)
-                and not os.path.islink(kept)
-                and not self.is_synced(kept)
+            if name != "link" and (
+                kept in self._names
+                or (os.path.isfile(kept) and not os.path.islink(kept) and not self.is_synced(kept))
             ):
                 self.renamed_unsynced.append(_path(target, options.get("dst_dir_fd")))
             result = self._real[name](source, target, **options)
@@ -169,7 +167,7 @@ class SyncWatch:
         return fd
 
     def _named(self, path: Any, dir_fd: int | None) -> None:
-        self._names.add(os.path.dirname(_path(path, dir_fd)))
+        self._names.add(os.path.realpath(os.path.dirname(_path(path, dir_fd))))
 
 
 def _path(path: Any, dir_fd: int | None) -> str:
@@ -426,7 +424,9 @@ def test_an_export_is_durable(watch: SyncWatch, tmp_path: Path) -> None:
         with new_file(tmp_path / "state.pt", overwrite=overwrite) as file:
             file.write(b"state")
         with new_directory(tmp_path / "folder/dcp", overwrite=overwrite, names=["a"]) as made:
-            (made / "a").write_bytes(b"part")
+            fd = os.open(made / "a", os.O_CREAT | os.O_WRONLY)
+            os.write(fd, b"part")
+            os.close(fd)
         assert (watch.renamed_unsynced, watch.unsynced()) == ([], [])
 
 
