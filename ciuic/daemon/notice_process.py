@@ -56,7 +56,7 @@ def main() -> int:
         Path("/proc/self/oom_score_adj").write_text("500")
     # A filter of system calls may forbid it, as that of a container.
     with suppress(OSError):
-        limit_sender(_MAX_MEMORY_BYTES, ())
+        limit_sender(_MAX_MEMORY_BYTES)
     lock = threading.Lock()
 
     def say(line: NoticeLine) -> None:

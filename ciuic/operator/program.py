@@ -13,6 +13,7 @@ import asyncio
 import os
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -99,11 +100,17 @@ async def run_agent() -> int:
     """Carry out the requests of this node until SIGTERM; return the exit code."""
     from ciuic.operator.agent import Agent, LocalDaemon
     from ciuic.operator.api import Api
-    from ciuic.operator.health import alive, serving_health
+    from ciuic.operator.health import Check, alive, serving_health
     from ciuic.operator.policies import ALIVE, READY
 
     daemon = LocalDaemon()
-    checks = {ALIVE: alive, READY: lambda: asyncio.to_thread(daemon.answer)}
+    # A thread of its own: others wait for snapshots, each for as long as one takes.
+    answers = ThreadPoolExecutor(1)
+    loop = asyncio.get_running_loop()
+    checks: dict[str, Check] = {
+        ALIVE: alive,
+        READY: lambda: loop.run_in_executor(answers, daemon.answer),
+    }
     async with Api() as api, serving_health(checks, _health_port()):
         agent = Agent(api, _needed("NODE_NAME"), daemon, configuration=_configuration())
         await agent.run(_stop_on_signals())
@@ -120,7 +127,10 @@ def _configuration() -> tuple[Path, Path]:
 def _health_port() -> int:
     from ciuic.operator.policies import HEALTH_PORT
 
-    return int(os.environ.get("CIUIC_HEALTH_PORT", HEALTH_PORT))
+    text = os.environ.get("CIUIC_HEALTH_PORT", str(HEALTH_PORT))
+    if not text.isdecimal() or int(text) > 65_535:
+        raise UsageError(f"CIUIC_HEALTH_PORT must be a port, got {text}")
+    return int(text)
 
 
 def _needed(name: str) -> str:

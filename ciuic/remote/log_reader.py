@@ -32,8 +32,8 @@ from __future__ import annotations
 import shlex
 from array import array
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -43,7 +43,7 @@ import msgspec
 import xxhash
 
 from ciuic.errors import Damaged
-from ciuic.remote.claims import INTERVAL_NS, Claim, ClaimOfLog, Commit, waiting_claims
+from ciuic.remote.claims import FREE, INTERVAL_NS, Claim, ClaimOfLog, Commit, waiting_claims
 from ciuic.remote.documents import (
     MAX_MANIFESTS,
     GivenUp,
@@ -460,6 +460,18 @@ def is_uploader(objects: Objects, sealer: Sealer, writer: str, summary: LogSumma
     return False
 
 
+def _are_few(commits: Mapping[str, Commit], claims: Sequence[ClaimOfLog]) -> bool:
+    """Return whether so few snapshots of each repository are claimed, the newest not among them, that none waits."""
+    claimed = {one.manifest for one in claims}
+    if any(one.claim.waits for one in claims) or not claimed <= commits.keys():
+        return False
+    newest: dict[str, tuple[int, str]] = {}
+    for name, one in commits.items():
+        newest[one.repository] = max((one.time_ns, name), newest.get(one.repository, (-1, "")))
+    counts = Counter(commits[name].repository for name in claimed)
+    return max(counts.values(), default=0) <= FREE and claimed.isdisjoint(name for _, name in newest.values())
+
+
 # Entries before a sum that are read for what it may leave out. The log of a host whose remote is collected has fewer.
 _MAX_BACK: Final = 256
 _PROVABLE_BATCH = 16
@@ -673,6 +685,9 @@ class LogReader:
         self._newest_ns = 0
         self._whole = whole
         self._waiting: dict[str, ClaimOfLog] | None = None
+        self._approvals: dict[str, frozenset[str]] = {}
+        self.stored: Collection[str] | None = None
+        """Names of the manifests that are there, from a caller that has listed them; None: they are listed where that matters."""
         self.witness: LogPosition | None = None
         """Entry that the caller has created: a listing without it is not believed."""
 
@@ -700,49 +715,85 @@ class LogReader:
 
     @property
     def waiting(self) -> dict[str, ClaimOfLog]:
-        """Claims that wait for a person, by manifest: these snapshots are live. Where there are some, a LIST of manifests and of approvals."""
+        """Claims that wait for a person, by manifest: these snapshots are live. Where many are claimed, a LIST of manifests; where some wait, of approvals."""
         if self._waiting is None:
             self._waiting = self._judge()
             for summary in self.logs.values():
                 summary.forget_claims(self._waiting, self._newest_ns - 2 * INTERVAL_NS)
         return self._waiting
 
-    def _judge(self) -> dict[str, ClaimOfLog]:
+    def may_go(self, manifests: Sequence[str], now_ns: int) -> int:
+        """Return how many of these manifests, from the first on, may be given up together without a person.
+
+        Args:
+            manifests: Names of manifests.
+            now_ns: Time, as the store's clock has it about.
+        """
+        identities, claims = self._told()
+        commits = {name: next(iter(found.values())) for name, found in identities.items()}
+        # Those of this process, whose times no listing has had yet.
+        timed = [
+            one._replace(claim=msgspec.structs.replace(one.claim, time_ns=one.claim.time_ns or now_ns))
+            for one in claims
+        ]
+        few, many = 0, len(manifests) + 1
+        while many - few > 1:
+            count = (few + many) // 2
+            new = [ClaimOfLog(name, "", Claim(MAX_NUMBER, now_ns)) for name in manifests[:count]]
+            waiting = waiting_claims(commits, [*timed, *new])
+            few, many = (few, count) if waiting.keys() & set(manifests[:count]) else (count, many)
+        return few
+
+    def _told(self) -> tuple[dict[str, dict[tuple[str, str], Commit]], list[ClaimOfLog]]:
+        """Return the commits of each manifest by what they commit it as, but of what was given up long ago, and all claims."""
         logs = self._provable_logs()
+        counted = set().union(*(summary.removed - summary.claims.keys() for summary in logs.values()))
+        identities: dict[str, dict[tuple[str, str], Commit]] = {}
+        for summary in logs.values():
+            for name, one in summary.committed.items():
+                if name not in counted:
+                    commit = Commit(one.repository, one.snapshot, summary.since.get(name, 0))
+                    identities.setdefault(name, {}).setdefault((one.repository, one.snapshot), commit)
         claims = [
             ClaimOfLog(name, writer, claim)
             for writer, summary in logs.items()
             for name, claim in summary.claims.items()
+            if name in identities
         ]
-        if not claims:
+        return identities, claims
+
+    def _judge(self) -> dict[str, ClaimOfLog]:
+        identities, claims = self._told()
+        # A manifest is of one snapshot. One that logs commit as several is forged in one of them: it stands for none.
+        sole = {name: next(iter(found.values())) for name, found in identities.items() if len(found) == 1}
+        if not claims or _are_few(sole, claims):
             return {}
-        counted = set().union(*(summary.removed - summary.claims.keys() for summary in logs.values()))
-        commits = {
-            name: Commit(one.repository, one.snapshot, summary.since.get(name, 0))
-            for summary in logs.values()
-            for name, one in summary.committed.items()
-            if name not in counted
-        }
+        if self.stored is None:
+            self.stored = {info.name for info in self._objects.list(MANIFESTS_PREFIX)}
+        # What is not stored cannot be lost, nor stand for what is.
+        commits = {name: commit for name, commit in sole.items() if name in self.stored}
         waiting = waiting_claims(commits, claims)
-        if not waiting:
+        disputed = [one for one in claims if one.manifest not in sole and one.manifest in self.stored]
+        if not waiting and not disputed:
             return {}
-        # What is gone was collected by somebody who knew more of its log.
-        gone = waiting.keys() - {info.name for info in self._objects.list(MANIFESTS_PREFIX)}
-        waiting = waiting_claims(commits, claims, gone | self._approved())
-        return {name: one for name, one in waiting.items() if name not in gone}
+        approved = self._approved()
+        return waiting_claims(commits, claims, approved) | {
+            one.manifest: one for one in disputed if one.manifest not in approved
+        }
 
     def _approved(self) -> set[str]:
         """Return the manifests of the snapshots that a person has let go."""
-        approved: set[str] = set()
         for info in self._objects.list(APPROVALS_PREFIX):
-            if not is_approval(info.name):
+            # They are never replaced.
+            if info.name in self._approvals or not is_approval(info.name):
                 continue
             try:
                 decode = partial(decode_approval, self._sealer, info.name)
-                approved.update(read_document(self._objects, info.name, decode).manifests)
+                found = read_document(self._objects, info.name, decode).manifests
+                self._approvals[info.name] = frozenset(found)
             except (NoSuchObject, DamagedRemote, UnsupportedFormat) as error:
                 log.warning("remote_approval_unreadable", object=info.name, error=str(error))
-        return approved
+        return set().union(*self._approvals.values())
 
     def _claimed(self) -> set[str]:
         return set().union(*({*summary.removed, *summary.claims} for summary in self._provable()))
@@ -793,7 +844,7 @@ class LogReader:
         """
         self._times = {}
         ends = self._list()
-        self._waiting = None
+        self._waiting = self.stored = None
         damaged: dict[str, DamagedLog] = {}
         for writer, summary in self.logs.items():
             try:
@@ -857,12 +908,12 @@ class LogReader:
         ]
         if not behind:
             return
-        before, self._whole = self._whole, True
+        before, self._whole, stored = self._whole, True, self.stored
         kept = {writer: self.logs.pop(writer) for writer in behind}
         try:
             self.refresh()
         finally:
-            self._whole = before
+            self._whole, self.stored = before, stored
             self.logs = kept | self.logs
 
     def _time_of(self, writer: str, number: int) -> int:

@@ -61,7 +61,6 @@ from ciuic.remote.access import (
     open_configured,
     repository_space,
 )
-from ciuic.remote.claims import FREE
 from ciuic.remote.documents import LiveManifest, decode_manifest, read_document
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.host_status import HostStatus
@@ -984,20 +983,12 @@ class Replication:
         given_up = sorted(
             (one for id_, one in own.items() if id_ in removed), key=lambda one: (one.order_ns, one.snapshot)
         )
-        # What takes their place may still have to come, as after an outage: until then no more than goes without a person.
-        if here.keys() - removed - self._stored:
-            given_up = given_up[: max(FREE, len(own) // 2)]
+        # The rest another day: more at once would wait for a person, and until then no rule needs the space.
+        given_up = given_up[: self._logs.may_go([one.manifest for one in given_up], self._now_ns())]
         self._holed -= removed
         # What a damaged log commits, or lacks chunks, may be what the rules would keep in place of these.
         if given_up and not self._logs.damaged and not self._holed:
             uploader.give_up([one.manifest for one in given_up])
-            if len(given_up) > max(FREE, len(own) // 2):
-                events.warning(
-                    "remote_keeps_given_up",
-                    remote=self._config.name,
-                    snapshots=len(given_up),
-                    meaning="more than goes in a day without a person: the remote keeps them until `ciuic fleet approve`",
-                )
             self._stored.difference_update(one.snapshot for one in given_up)
             self._facts.remove([one.snapshot for one in given_up])
         self._unwanted = removed - self._stored

@@ -187,21 +187,20 @@ def limit_reader() -> frozenset[int]:
     return keep_only(READER)
 
 
-def limit_sender(memory_bytes: int, wanted: Iterable[int] = READER) -> frozenset[int]:
+def limit_sender(memory_bytes: int) -> frozenset[int]:
     """Limit the calling process, which talks to strangers over a network; return the remaining capabilities. OSError.
 
-    Root's becomes nobody where it may.
+    Root's becomes nobody where it may. It keeps the capability to read: its libraries may lie where only root looks.
 
     Args:
         memory_bytes: private writable memory.
-        wanted: capabilities to keep; by default that to read, because the process's libraries may lie where only root looks.
     """
     limit_resources(memory_bytes, None)
     user = unprivileged_user()
     if user is not None and {Capability.SETUID, Capability.SETGID} <= permitted():
         become(*user)
     no_core_dumps()
-    return keep_only(wanted)
+    return keep_only(READER)
 
 
 def may_trace() -> bool:

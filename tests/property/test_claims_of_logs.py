@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from support.remote_world import Bucket, Ids, sealer
 
 from ciuic.remote.claims import FREE, INTERVAL_NS, Claim, ClaimOfLog, Commit, waiting_claims
@@ -21,7 +22,7 @@ from ciuic.remote.documents import (
     create_approval,
     create_entry,
 )
-from ciuic.remote.log_reader import LogReader
+from ciuic.remote.log_reader import LogReader, LogSummary
 from ciuic.remote.object_names import manifest_name
 
 HOUR_NS = 3600 * 10**9
@@ -112,6 +113,39 @@ def test_retention_waits_for_nobody(minutes: list[int], keep: int, after: int) -
     assert waiting_claims(commits, claims) == {}
 
 
+@given(
+    st.lists(st.sampled_from([10, 60, 60 * 7, 60 * 24 * 3]), min_size=20, max_size=120),
+    st.integers(1, 12),
+    st.integers(1, 30),
+    st.integers(0, 90),
+)
+@settings(max_examples=60)
+def test_ageing_waits_for_nobody(minutes: list[int], keep_last: int, days: int, pause: int) -> None:
+    """A host that keeps so many days gives up what goes without a person, whatever its pace and its pauses, and the rest another day."""
+    reader, log = LogReader(Bucket(lambda: 0), SEALS), LogSummary()
+    reader.logs = {"w": log}
+    now_ns, number, stored = 100 * INTERVAL_NS, 0, {}
+    steps = [*(minute * 60 * 10**9 for minute in minutes), *(INTERVAL_NS // 2,) * (2 * pause)]
+    for at, step in enumerate(steps):
+        now_ns, number = now_ns + step, number + 1
+        if at < len(minutes):
+            name = manifest_name(job="files", epoch=0, step=0, host="host", random=f"{at:032x}")
+            one = LiveManifest("a" * 32, f"cs-{at:06x}", name, "ab" * 32)
+            log.apply(number, _commit(one, f"{number:032x}"), now_ns)
+            stored[name] = now_ns
+        old = [name for name in list(stored)[:-keep_last] if stored[name] < now_ns - days * INTERVAL_NS]
+        if old := old[: reader.may_go(old, now_ns)]:
+            number += 1
+            log.apply(number, LogRemove(nonce=f"{number:032x}", manifests=tuple(old)), now_ns)
+            for name in old:
+                del stored[name]
+        reader.stored, reader._waiting = {*stored}, None
+        assert reader.waiting == {}
+    # Nothing is kept for ever: twice as many may go each day.
+    if pause > days + 14:
+        assert len(stored) <= max(keep_last, FREE)
+
+
 def _commit(one: LiveManifest, nonce: str) -> LogCommit:
     return LogCommit(
         nonce=nonce,
@@ -159,6 +193,24 @@ class Remote:
             writer, lambda nonce: LogState(nonce=nonce, live=tuple(live), removed=tuple(removed))
         )
 
+    def forge(self, attack: str, made: Mapping[str, LiveManifest]) -> None:
+        """Append commits that have no manifest of their own."""
+        for number, one in enumerate(made.values()):
+            name = manifest_name(job="files", epoch=0, step=0, host="host", random=self.ids.hex())
+            some = {
+                "commits for other repositories": [replace(one, repository=f"{number + 1:032x}")],
+                "commits as one snapshot": [replace(one, snapshot="cs-ffffff")],
+                "other manifests of the same snapshots": [replace(one, manifest=name)],
+                "many commits of nothing": [
+                    replace(one, manifest=name, snapshot=f"cs-{number + 0xF00000:06x}")
+                ],
+                "many commits of one manifest": [
+                    replace(next(iter(made.values())), snapshot=f"cs-{number + 0xF00000:06x}")
+                ],
+            }[attack]
+            for forged in some:
+                self.append("f" * 32, partial(_commit, forged))
+
     def reader(self, known: LogReader | None = None, *, whole: bool = False) -> LogReader:
         """Return a reader that has read, with the memory of another."""
         made = LogReader(self.bucket, SEALS, threads=1, whole=whole, skip_damaged=True)
@@ -176,6 +228,15 @@ ATTACKS = (
     "sum before an unreadable entry",
     "removals, then sums",
     "a sum that removes",
+    *(
+        FORGED := (
+            "commits for other repositories",
+            "commits as one snapshot",
+            "other manifests of the same snapshots",
+            "many commits of nothing",
+            "many commits of one manifest",
+        )
+    ),
 )
 
 
@@ -208,9 +269,15 @@ def test_a_hosts_key_hides_at_most_half_of_another_host(
                 remote.remove("a" * 32, [name])
             remote.state("a" * 32, ())
             remote.state("a" * 32, ())
-        case _:
+        case "a sum that removes":
             remote.state("c" * 32, (), made)
+        case _:
+            remote.forge(attack, made)
+            remote.remove("f" * 32, list(made)[1:] if attack == FORGED[-1] else made)
     reader = remote.reader(known, whole=whole)
+    if attack in FORGED:
+        assert len(reader.live().keys() & made.keys()) >= snapshots - max(FREE, snapshots // 2)
+        return
     assert attack in ("many logs", "removals, then sums") or reader.live().keys() == made.keys()
     assert len(reader.live()) >= snapshots - max(FREE, snapshots // 2)
     # Of a repository that had some a day before.

@@ -566,9 +566,13 @@ def _verified(
     with progress("verify") as reporter:
         for repository in session.repositories:
             ids = wanted.intersection(repository.snapshots.names())
-            for id_, result in verify_each(repository, ids, checksum=checksum):
-                results[id_] = result
-                reporter.step("snapshots", len(results), len(wanted))
+            try:
+                for id_, result in verify_each(repository, ids, checksum=checksum):
+                    results[id_] = result
+                    reporter.step("snapshots", len(results), len(wanted))
+            except CiuicError as error:
+                # The packs of this repository cannot be listed; the others may be sound.
+                results |= dict.fromkeys(ids - results.keys(), error)
     return results
 
 

@@ -129,7 +129,7 @@ def prolog_command() -> None:
         # For any job: a node may see no other one that names a directory.
         _forget_lost_jobs(session, record.parent)
         named = _named_directory()
-    except CiuicError as error:
+    except (CiuicError, OSError) as error:
         # Whatever a user writes there: it must not take the node away from others, by CIUIC_SLURM_STRICT.
         complain(f"the directory that the job names is not protected: {error}")
         return
@@ -249,8 +249,7 @@ def _undo(session: Session, record: Path, path: Path) -> None:
         with suppress(CiuicError):
             if configured() is None:
                 record.unlink(missing_ok=True)
-                return
-        _write(record, str(path))
+        # Otherwise the record says what this prolog began, if anything.
 
 
 def _owe(session: Session, record: Path, named: str, *, ends: bool) -> None:

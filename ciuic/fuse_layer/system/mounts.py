@@ -500,9 +500,9 @@ def detach(path: str | bytes, fs_type: str = FS_TYPE) -> None:
 def new_mount(fs_type: str, before: Sequence[MountEntry], path: bytes) -> MountEntry | None:
     """Return the mount of a type that was made at ``path`` since `mounts_of` returned ``before``; None if it is gone already."""
     known = {one.mount_id for one in before}
-    # Wherever it is: a directory above may be renamed at any time.
     new = [one for one in mounts_of(fs_type) if one.mount_id not in known]
-    return next((one for one in new if one.mount_point == path), new[0] if new else None)
+    # Wherever it is: a directory above may be renamed at any time. Of several that are elsewhere none is known to be ours.
+    return next((one for one in new if one.mount_point == path), new[0] if len(new) == 1 else None)
 
 
 def mount_now(mount: MountEntry) -> MountEntry | None:

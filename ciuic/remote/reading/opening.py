@@ -353,12 +353,17 @@ def read_remote(
             listed = None if skips_unreadable else pool.submit(_listed, space)
             with naming_memory(str(cache.path)):
                 logs.refresh()
-                if unknown := [] if listed is None else _unknown(listed.result(), logs):
-                    # Their commits may have come after the logs were listed.
-                    logs.refresh()
-                # Entries that sum up a log may leave out what was never given up.
-                if listed is not None and _not_live(listed.result(), logs) > FREE:
-                    logs.look_back()
+                unknown: list[ObjectInfo] = []
+                if listed is not None:
+                    stored = {info.name for info in listed.result()}
+                    logs.stored = stored
+                    if unknown := _unknown(listed.result(), logs):
+                        # Their commits may have come after the logs were listed.
+                        logs.refresh()
+                        logs.stored = stored
+                    # Entries that sum up a log may leave out what was never given up.
+                    if _not_live(listed.result(), logs) > FREE:
+                        logs.look_back()
             reader.damaged_logs = logs.damaged
             reader.unlogged = unlogged_manifests(
                 space.objects,

@@ -72,10 +72,14 @@ def new_directory(path: Path, *, overwrite: bool, names: Sequence[str]) -> Itera
                     with suppress(OSError):
                         os.fchmod(made, mode)
                     os.fsync(made)
+                    _move_directory(parent, temporary, path, names if overwrite else None)
                 except BaseException:
-                    _empty(made, ("*",))
+                    # Not what has its name already, and may only not be durable.
+                    with suppress(OSError):
+                        st = os.stat(temporary, dir_fd=parent, follow_symlinks=False)
+                        if os.path.samestat(st, os.fstat(made)):
+                            _empty(made, ("*",))
                     raise
-            _move_directory(parent, temporary, path, names if overwrite else None)
         except BaseException:
             with suppress(OSError):
                 os.rmdir(temporary, dir_fd=parent)
