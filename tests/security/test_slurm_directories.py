@@ -226,3 +226,20 @@ def test_a_prolog_that_fails_leaves_nothing_and_no_user_can_make_it_fail(
         assert "is not protected" in done.output
     assert not load_config(config).roots
     assert not [one for one in (tmp_path / "ciuic/slurm").rglob("*") if one.is_file()]
+
+
+def test_an_epilog_ends_no_protection_that_its_prolog_did_not_begin(
+    tmp_path: Path, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prolog that met a configuration which was being edited leaves no record of a root that the operator protects."""
+    config = tmp_path / "ciuic.toml"
+    for name, value in {
+        "CIUIC_CONFIG": str(config), "XDG_STATE_HOME": str(tmp_path), "SLURM_JOB_ID": "1", "SLURM_JOB_UID": str(OWNER),
+        "SLURM_JOB_COMMENT": f"ciuic={own}",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    config.write_text("[[root\n")
+    _hook("prolog", config)
+    config.write_text(f'[[root]]\npath = "{own}"\n[daemon]\nruntime_dir = "{tmp_path}/run"\n')
+    _hook("epilog", config)
+    assert [root.path for root in load_config(config).roots] == [own]

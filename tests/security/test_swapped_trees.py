@@ -20,7 +20,7 @@ from ciuic.errors import CiuicError
 from ciuic.lazy.service import LazyRestore
 from ciuic.repository import Repository
 from ciuic.system import mountinfo
-from ciuic.training.convert.destination import new_directory
+from ciuic.training.convert.destination import DestinationExists, new_directory
 from ciuic.view.mount import MountedView
 from ciuic.view.tree import ViewTree
 
@@ -246,3 +246,16 @@ def test_a_link_above_a_root_names_no_other_root(live: Live, short_tmp: Path) ->
     done = live.run("protect", str(home / "above/root"), expect=1)
     assert f"symbolic link of user {MADE_UP.uid}".encode() in done.stderr
     assert load_config(live.config).roots == ()
+
+
+def test_an_export_whose_name_was_taken_meanwhile_leaves_nothing(tmp_path: Path) -> None:
+    """What was written is removed, and what has the name stays."""
+    with (
+        pytest.raises(DestinationExists),
+        new_directory(tmp_path / "model", overwrite=False, names=("*.json",)) as made,
+    ):
+        (made / "config.json").write_text("of the snapshot")
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model/other").write_text("of somebody")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (tmp_path / "model/other").read_text() == "of somebody"
