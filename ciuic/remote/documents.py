@@ -31,7 +31,6 @@ from ciuic.remote.object_names import (
     RoundPart,
     StoredManifestName,
     StoredPackRef,
-    approval_name,
     log_entry_name,
     round_name,
 )
@@ -175,7 +174,7 @@ class LogState(msgspec.Struct, tag_field="kind", tag="state", frozen=True, kw_on
 
     nonce: HexId
     live: _LiveManifests
-    """Snapshots that this log committed and no log removed; what waits for a person is among them, and in ``removed`` as well."""
+    """Snapshots that this log committed and no log removed."""
     removed: ManifestNames
     """Snapshots that this log removed."""
     given_up: _GivenUps = ()
@@ -279,34 +278,6 @@ def decode_round(sealer: Sealer, round_: int, part: RoundPart, data: bytes) -> S
         UnsupportedFormat: a later version of ciuic wrote it.
     """
     return _decode_document(sealer, round_name(round_, part), data, StoredRound)
-
-
-class StoredApproval(msgspec.Struct, frozen=True, kw_only=True):
-    """A person agrees that snapshots go which logs give up."""
-
-    host: _Host
-    """Where the person was; for people."""
-    manifests: ManifestNames
-
-
-def create_approval(objects: Objects, sealer: Sealer, approval: str, content: StoredApproval) -> None:
-    """Create an approval under a new id; after a lost reply once more.
-
-    Raises:
-        RemoteRefused: the credentials are those of a host, which may not.
-    """
-    name = approval_name(approval)
-    objects.create(name, _encode_document(sealer, name, content, StoredApproval))
-
-
-def decode_approval(sealer: Sealer, name: str, data: bytes) -> StoredApproval:
-    """Return the content of an approval.
-
-    Raises:
-        DamagedRemote: it does not open, or is none.
-        UnsupportedFormat: a later version of ciuic wrote it.
-    """
-    return _decode_document(sealer, name, data, StoredApproval)
 
 
 MAX_SET_BYTES: Final = 4 << 20

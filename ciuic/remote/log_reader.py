@@ -16,9 +16,6 @@ A log never vanishes, and never becomes shorter; but the store, or a user who ma
 Then manifests show which no log accounts for (`unlogged_manifests`). A manifest names the log that its writer wrote when it
 was stored. It was committed in that log, if at all, before anything that the writer wrote later.
 
-What logs give up counts within bounds only (`ciuic.remote.claims`); the rest is live until a person approves. An entry that sums up a
-log and leaves out what was committed before is such a claim, too, wherever entries before it are there or were read before.
-
 A round of collectors condemns packs in ``gc/<r>``, which then count as not stored; from ``gc/<r>.final`` on only what that
 names is deleted. Where that cannot be read, all that the round began with counts as not stored. Objects of rounds are never
 deleted, so a host that was away for long reads what it missed (`Rounds`).
@@ -30,10 +27,8 @@ References:
 from __future__ import annotations
 
 import shlex
-from array import array
-from bisect import bisect_left
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -43,7 +38,6 @@ import msgspec
 import xxhash
 
 from ciuic.errors import Damaged
-from ciuic.remote.claims import FREE, INTERVAL_NS, Claim, ClaimOfLog, Commit, waiting_claims
 from ciuic.remote.documents import (
     MAX_MANIFESTS,
     GivenUp,
@@ -58,7 +52,6 @@ from ciuic.remote.documents import (
     LogState,
     RemoteManifest,
     StoredRound,
-    decode_approval,
     decode_manifest,
     read_document,
     read_entry,
@@ -66,16 +59,13 @@ from ciuic.remote.documents import (
 )
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.object_names import (
-    APPROVALS_PREFIX,
     LOGS_PREFIX,
-    MANIFESTS_PREFIX,
     MAX_NUMBER,
     ROUNDS_PREFIX,
     HexId,
     LogPosition,
     PackRef,
     RoundPart,
-    is_approval,
     log_entry_name,
     log_prefix,
     parse_log_entry,
@@ -358,22 +348,11 @@ class LogSummary(msgspec.Struct, kw_only=True):
     nonce: str = ""
     """Nonce of the entry before ``next``."""
     retired: bool = False
-    since: dict[str, int] = {}
-    """Times of commits by the store's clock, by manifest; those that were summed up before they were read are missing."""
-    claims: dict[str, Claim] = {}
-    """First claims of this log, by manifest; those that have counted for long are missing."""
-    whole: bool = False
-    """True if all entries were read that were there when the log was read first."""
 
     def copy(self) -> LogSummary:
         """Return a copy that can be changed."""
         return msgspec.structs.replace(
-            self,
-            committed=dict(self.committed),
-            removed=set(self.removed),
-            given_up=set(self.given_up),
-            since=dict(self.since),
-            claims=dict(self.claims),
+            self, committed=dict(self.committed), removed=set(self.removed), given_up=set(self.given_up)
         )
 
     def kept_given_up(self) -> tuple[GivenUp, ...]:
@@ -381,26 +360,11 @@ class LogSummary(msgspec.Struct, kw_only=True):
         # Beyond the limit of a document their hosts may upload them again, which costs nothing but space.
         return tuple(sorted(self.given_up, key=lambda one: (one.repository, one.snapshot))[:MAX_MANIFESTS])
 
-    def apply(self, number: int, entry: LogEntry, time_ns: int = 0) -> tuple[PackRef, ...]:
-        """Take in entry ``number``, which follows what was read; return the packs that it names.
-
-        Args:
-            number: Its number.
-            entry: Its content.
-            time_ns: Its time by the store's clock; 0 for one of this process that gives up nothing.
-        """
+    def apply(self, number: int, entry: LogEntry) -> tuple[PackRef, ...]:
+        """Take in entry ``number``, which follows what was read; return the packs that it names."""
         packs: tuple[PackRef, ...] = ()
         if isinstance(entry, LogState | LogRetired):
-            live = {one.manifest: one for one in entry.live}
-            if time_ns:
-                left_out = self.committed.keys() - live.keys()
-                self._claim({*entry.removed, *left_out}, number, time_ns)
-            # What somebody has seen to wait, and has summed up.
-            for name in live.keys() & set(entry.removed):
-                self.claims[name] = Claim(number, time_ns, waits=True)
-            # The others that are left out are known as long as their claims are (`forget_claims`).
-            self.committed = {name: one for name, one in self.committed.items() if name in self.claims} | live
-            self.since = {name: self.since[name] for name in self.committed.keys() & self.since.keys()}
+            self.committed = {live.manifest: live for live in entry.live}
             self.removed = set(entry.removed)
             self.given_up = set(entry.given_up)
             self.state = number
@@ -412,10 +376,8 @@ class LogSummary(msgspec.Struct, kw_only=True):
             self.committed[entry.manifest] = LiveManifest(
                 entry.repository, entry.snapshot, entry.manifest, entry.digest
             )
-            self.since[entry.manifest] = time_ns
             packs = tuple(PackRef(ref) for ref in entry.packs)
         elif isinstance(entry, LogRemove):
-            self._claim(entry.manifests, number, time_ns)
             self.removed.update(entry.manifests)
             self.given_up.update(entry.snapshots)
         elif isinstance(entry, LogMove):
@@ -425,21 +387,6 @@ class LogSummary(msgspec.Struct, kw_only=True):
         self.next = number + 1
         self.nonce = entry.nonce
         return packs
-
-    def _claim(self, manifests: Iterable[str], number: int, time_ns: int) -> None:
-        for name in manifests:
-            # One of long ago has counted: `forget_claims`.
-            if name not in self.removed:
-                self.claims.setdefault(name, Claim(number, time_ns))
-
-    def forget_claims(self, waiting: Collection[str], before_ns: int) -> None:
-        """Forget claims that count since before this time, and what a sum left out by them."""
-        for name, one in list(self.claims.items()):
-            if one.time_ns < before_ns and name not in waiting:
-                del self.claims[name]
-                if one.number <= self.state:
-                    self.committed.pop(name, None)
-                    self.since.pop(name, None)
 
 
 def is_uploader(objects: Objects, sealer: Sealer, writer: str, summary: LogSummary, repository: str) -> bool:
@@ -460,20 +407,6 @@ def is_uploader(objects: Objects, sealer: Sealer, writer: str, summary: LogSumma
     return False
 
 
-def _are_few(commits: Mapping[str, Commit], claims: Sequence[ClaimOfLog]) -> bool:
-    """Return whether so few snapshots of each repository are claimed, the newest not among them, that none waits."""
-    claimed = {one.manifest for one in claims}
-    if any(one.claim.waits for one in claims) or not claimed <= commits.keys():
-        return False
-    newest: dict[str, tuple[int, str]] = {}
-    for name, one in commits.items():
-        newest[one.repository] = max((one.time_ns, name), newest.get(one.repository, (-1, "")))
-    counts = Counter(commits[name].repository for name in claimed)
-    return max(counts.values(), default=0) <= FREE and claimed.isdisjoint(name for _, name in newest.values())
-
-
-# Entries before a sum that are read for what it may leave out. The log of a host whose remote is collected has fewer.
-_MAX_BACK: Final = 256
 _PROVABLE_BATCH = 16
 # A log has no gaps, and an entry for each snapshot: no writer gets here, least of all over so many missing entries.
 _FAR = 1 << 32
@@ -534,31 +467,25 @@ def read_provable(
             later.append(error.message)
             return error.message
 
-    times = {
-        position.number: info.modified_ns
+    numbers = [
+        position.number
         for info in objects.list(log_prefix(writer))
         if (position := parse_log_entry(info.name)) and position.number >= known.next
-    }
-    numbers = list(times)
+    ]
     found: dict[int, Found] = {}
     begin = known.next
     for end in range(len(numbers), 0, -_PROVABLE_BATCH):
         some = numbers[max(end - _PROVABLE_BATCH, 0) : end][::-1]
         found.update(zip(some, reads(read, some), strict=True))
         sums = [number for number in some if isinstance(found[number], LogState | LogRetired)]
-        begin = max([begin, *sums])
-        # What lies before the last sum says what that may leave out, and is no damage.
-        if begin > known.next and len(found) >= _MAX_BACK:
+        if sums:
+            begin = sums[0]
             break
     summary = known.copy()
     problems: dict[str, str] = {}
     stray: list[str] = []
     expected = begin
-    for number in sorted(found):
-        if number < begin:
-            if not isinstance(earlier := found[number], str):
-                summary.apply(number, earlier, times[number])
-            continue
+    for number in sorted(number for number in found if number >= begin):
         if number > expected:
             if number - expected > _WIDE and number > _FAR:
                 stray = stray or [log_entry_name(writer, far) for far in sorted(found) if far >= number]
@@ -569,7 +496,7 @@ def read_provable(
             problems[log_entry_name(writer, number)] = entry
         else:
             stray = []
-            summary.apply(number, entry, times[number])
+            summary.apply(number, entry)
     summary.next = expected
     return DamagedLog(summary, problems, "".join(later[:1]), tuple(stray))
 
@@ -621,10 +548,6 @@ class NewEntries(NamedTuple):
     """False if commits may be summed up in what was read, or are lost: then their packs are not among ``packs``."""
 
 
-_Read = LogEntry | DamagedRemote | UnsupportedFormat | None
-"""Entry, or why it cannot be read; None for one that is not there."""
-
-
 class _BegunLog(NamedTuple):
     """Log with new entries, of which the newest were asked for."""
 
@@ -632,7 +555,7 @@ class _BegunLog(NamedTuple):
     known: LogSummary
     end: int
     """Number of its last entry."""
-    newest: Iterable[_Read]
+    newest: Iterable[LogEntry | None]
     """Last entries, backwards."""
 
 
@@ -652,7 +575,6 @@ class LogReader:
         skip_damaged: Take in all that can be proved of a damaged log; for those who delete nothing.
         passes_cuts: Take a log that is shorter than it was for a damaged one of which only what is there counts; for those who
             only add. Whoever can delete the log of one host would else stop all others.
-        whole: Read also what entries that sum up a log make superfluous, while it is there: for those who delete it.
     """
 
     def __init__(
@@ -665,7 +587,6 @@ class LogReader:
         threads: int = 16,
         skip_damaged: bool = False,
         passes_cuts: bool = False,
-        whole: bool = False,
     ) -> None:
         self._objects = objects
         self._sealer = sealer
@@ -680,123 +601,22 @@ class LogReader:
         """Logs that the last `refresh` found damaged, by writer; only with ``skip_damaged``."""
         self.first: dict[str, int] = {}
         """Number of the first entry of each log that is there, as last listed."""
-        # Numbers and times of the entries that the last listings had and that were not read before.
-        self._times: dict[str, tuple[array[int], array[int]]] = {}
-        self._newest_ns = 0
-        self._whole = whole
-        self._waiting: dict[str, ClaimOfLog] | None = None
-        self._approvals: dict[str, frozenset[str]] = {}
-        self.stored: Collection[str] | None = None
-        """Names of the manifests that are there, from a caller that has listed them; None: they are listed where that matters."""
         self.witness: LogPosition | None = None
         """Entry that the caller has created: a listing without it is not believed."""
 
     def live(self) -> dict[str, LiveManifest]:
-        """Return all snapshots that exist, by the names of their manifests; those that only wait to be given up are among them."""
-        return self.without(self.removed())
-
-    def unclaimed(self) -> dict[str, LiveManifest]:
-        """Return the snapshots that no log claims to be given up, whether that counts or not."""
-        return self.without(self._claimed())
-
-    def without(self, manifests: Collection[str]) -> dict[str, LiveManifest]:
-        """Return all committed snapshots but these."""
+        """Return all snapshots that exist, by the names of their manifests."""
+        removed = self.removed()
         return {
             manifest: snapshot
             for summary in self._provable()
             for manifest, snapshot in summary.committed.items()
-            if manifest not in manifests
+            if manifest not in removed
         }
 
     def removed(self) -> set[str]:
-        """Return the manifests that some log gave up, as far as logs still say so and that counts."""
-        claimed = self._claimed()
-        return claimed - self.waiting.keys() if claimed else claimed
-
-    @property
-    def waiting(self) -> dict[str, ClaimOfLog]:
-        """Claims that wait for a person, by manifest: these snapshots are live. Where many are claimed, a LIST of manifests; where some wait, of approvals."""
-        if self._waiting is None:
-            self._waiting = self._judge()
-            for summary in self.logs.values():
-                summary.forget_claims(self._waiting, self._newest_ns - 2 * INTERVAL_NS)
-        return self._waiting
-
-    def may_go(self, manifests: Sequence[str], now_ns: int) -> int:
-        """Return how many of these manifests, from the first on, may be given up together without a person.
-
-        Args:
-            manifests: Names of manifests.
-            now_ns: Time, as the store's clock has it about.
-        """
-        identities, claims = self._told()
-        commits = {name: next(iter(found.values())) for name, found in identities.items()}
-        # Those of this process, whose times no listing has had yet.
-        timed = [
-            one._replace(claim=msgspec.structs.replace(one.claim, time_ns=one.claim.time_ns or now_ns))
-            for one in claims
-        ]
-        few, many = 0, len(manifests) + 1
-        while many - few > 1:
-            count = (few + many) // 2
-            new = [ClaimOfLog(name, "", Claim(MAX_NUMBER, now_ns)) for name in manifests[:count]]
-            waiting = waiting_claims(commits, [*timed, *new])
-            few, many = (few, count) if waiting.keys() & set(manifests[:count]) else (count, many)
-        return few
-
-    def _told(self) -> tuple[dict[str, dict[tuple[str, str], Commit]], list[ClaimOfLog]]:
-        """Return the commits of each manifest by what they commit it as, but of what was given up long ago, and all claims."""
-        logs = self._provable_logs()
-        counted = set().union(*(summary.removed - summary.claims.keys() for summary in logs.values()))
-        identities: dict[str, dict[tuple[str, str], Commit]] = {}
-        for summary in logs.values():
-            for name, one in summary.committed.items():
-                if name not in counted:
-                    commit = Commit(one.repository, one.snapshot, summary.since.get(name, 0))
-                    identities.setdefault(name, {}).setdefault((one.repository, one.snapshot), commit)
-        claims = [
-            ClaimOfLog(name, writer, claim)
-            for writer, summary in logs.items()
-            for name, claim in summary.claims.items()
-            if name in identities
-        ]
-        return identities, claims
-
-    def _judge(self) -> dict[str, ClaimOfLog]:
-        identities, claims = self._told()
-        # A manifest is of one snapshot. One that logs commit as several is forged in one of them: it stands for none.
-        sole = {name: next(iter(found.values())) for name, found in identities.items() if len(found) == 1}
-        if not claims or _are_few(sole, claims):
-            return {}
-        if self.stored is None:
-            self.stored = {info.name for info in self._objects.list(MANIFESTS_PREFIX)}
-        # What is not stored cannot be lost, nor stand for what is.
-        commits = {name: commit for name, commit in sole.items() if name in self.stored}
-        waiting = waiting_claims(commits, claims)
-        disputed = [one for one in claims if one.manifest not in sole and one.manifest in self.stored]
-        if not waiting and not disputed:
-            return {}
-        approved = self._approved()
-        return waiting_claims(commits, claims, approved) | {
-            one.manifest: one for one in disputed if one.manifest not in approved
-        }
-
-    def _approved(self) -> set[str]:
-        """Return the manifests of the snapshots that a person has let go."""
-        for info in self._objects.list(APPROVALS_PREFIX):
-            # They are never replaced.
-            if info.name in self._approvals or not is_approval(info.name):
-                continue
-            try:
-                decode = partial(decode_approval, self._sealer, info.name)
-                found = read_document(self._objects, info.name, decode).manifests
-                self._approvals[info.name] = frozenset(found)
-            except (NoSuchObject, DamagedRemote, UnsupportedFormat) as error:
-                log.warning("remote_approval_unreadable", object=info.name, error=str(error))
-        return set().union(*self._approvals.values())
-
-    def _claimed(self) -> set[str]:
-        return set().union(*({*summary.removed, *summary.claims} for summary in self._provable()))
+        """Return the manifests that some log removed, as far as logs still say so."""
+        return set().union(*(summary.removed for summary in self._provable()))
 
     def given_up(self, repository: str) -> set[str]:
         """Return the ids of this repository's snapshots that operators gave up, in any log."""
@@ -808,10 +628,8 @@ class LogReader:
         }
 
     def _provable(self) -> Iterable[LogSummary]:
-        return self._provable_logs().values()
-
-    def _provable_logs(self) -> dict[str, LogSummary]:
-        return self.logs | {writer: damaged.summary for writer, damaged in self.damaged.items()}
+        whole = (summary for writer, summary in self.logs.items() if writer not in self.damaged)
+        return (*whole, *(damaged.summary for damaged in self.damaged.values()))
 
     def moving(self) -> frozenset[PackRef]:
         """Return the packs that some writer moves to another storage class or place."""
@@ -842,9 +660,7 @@ class LogReader:
             DamagedRemote: an entry cannot be read, or is missing; not with ``skip_damaged``.
             UnsupportedFormat: a later version of ciuic wrote an entry; not with ``skip_damaged``.
         """
-        self._times = {}
         ends = self._list()
-        self._waiting = self.stored = None
         damaged: dict[str, DamagedLog] = {}
         for writer, summary in self.logs.items():
             try:
@@ -861,7 +677,7 @@ class LogReader:
             for begun in self._begin_logs(pool, ends):
                 writer, known = begun.writer, begun.known
                 try:
-                    entries, is_cut = self._read(pool, begun)
+                    entries = self._read(pool, begun)
                 except RolledBack:
                     raise
                 except (DamagedRemote, UnsupportedFormat) as error:
@@ -876,51 +692,16 @@ class LogReader:
                         self.logs[writer] = found.summary
                         changed = True
                     continue
-                complete = complete and not any(isinstance(one, LogState | LogRetired) for _, one in entries)
-                # What is known of the log says nothing of what was passed over.
+                complete = complete and not isinstance(entries[0][1], LogState | LogRetired)
                 summary = known.copy()
-                if is_cut:
-                    summary = msgspec.structs.replace(
-                        summary, committed={}, removed=set(), since={}, claims={}
-                    )
-                summary.whole = not is_cut and (known.whole or entries[0][0] == self.first.get(writer))
                 for number, entry in entries:
-                    packs += summary.apply(number, entry, self._time_of(writer, number))
+                    packs += summary.apply(number, entry)
                 self.logs[writer] = summary
                 changed = True
         self.damaged = damaged
-        self._times = {}
         if changed:
             self._save()
         return NewEntries(tuple(packs), complete)
-
-    def look_back(self) -> None:
-        """Read also what entries that sum up logs make superfluous, where it is there and was not read. A GET for each entry.
-
-        For a reader that is not ``whole`` nothing where that are many: the host's own sum is believed.
-        """
-        behind = [
-            writer
-            for writer, summary in self.logs.items()
-            if not summary.whole
-            and summary.state - self.first.get(writer, summary.state) > 0
-            and (self._whole or summary.state - self.first[writer] <= _MAX_BACK)
-        ]
-        if not behind:
-            return
-        before, self._whole, stored = self._whole, True, self.stored
-        kept = {writer: self.logs.pop(writer) for writer in behind}
-        try:
-            self.refresh()
-        finally:
-            self._whole, self.stored = before, stored
-            self.logs = kept | self.logs
-
-    def _time_of(self, writer: str, number: int) -> int:
-        """Return the time of a new entry by the store's clock; that of the newest object for one that was not listed."""
-        numbers, times = self._times.get(writer) or (array("q"), array("q"))
-        at = bisect_left(numbers, number)
-        return times[at] if at < len(numbers) and numbers[at] == number else self._newest_ns
 
     def _begin_logs(
         self, pool: ThreadPoolExecutor | InlinePool, ends: Mapping[str, int]
@@ -955,11 +736,6 @@ class LogReader:
                 self.first.setdefault(position.writer, position.number)
                 ends[position.writer] = max(position.number, ends.get(position.writer, -1))
                 known = self.logs.get(position.writer)
-                self._newest_ns = max(self._newest_ns, info.modified_ns)
-                if known is None or position.number >= known.next:
-                    numbers, times = self._times.setdefault(position.writer, (array("q"), array("q")))
-                    numbers.append(position.number)
-                    times.append(info.modified_ns)
                 # Entries that were read and that no collector has deleted yet: a page of each thousand.
                 if known is not None and known.next - position.number > _SKIP_ENTRIES:
                     return log_entry_name(position.writer, known.next - 2)
@@ -973,10 +749,8 @@ class LogReader:
                 self._objects, log_prefix(writer), log_entry_name(writer, next_ - 1), reason
             )
 
-    def _read(
-        self, pool: ThreadPoolExecutor | InlinePool, begun: _BegunLog
-    ) -> tuple[list[tuple[int, LogEntry]], bool]:
-        """Return the entries that are new; or those from the last that sums up those before it on, and True if others were passed over."""
+    def _read(self, pool: ThreadPoolExecutor | InlinePool, begun: _BegunLog) -> list[tuple[int, LogEntry]]:
+        """Return the entries that are new, or those from the last that sums up those before it on."""
         writer, first, end = begun.writer, begun.known.next, begun.end
         newest = begun.newest
         for _ in range(_ATTEMPTS):
@@ -1002,44 +776,29 @@ class LogReader:
         writer: str,
         first: int,
         end: int,
-        newest: Iterable[_Read],
-    ) -> tuple[list[tuple[int, LogEntry]], bool]:
+        newest: Iterable[LogEntry | None],
+    ) -> list[tuple[int, LogEntry]]:
         entries: list[tuple[int, LogEntry]] = []
-        is_summed = False
-        begin = max(first, self.first.get(writer, 0))
         for last in range(end, first - 1, -_ENTRY_BATCH):
-            if is_summed and last < begin:
-                break
             batch = newest if last == end else self._read_batch(pool, writer, first, last)
             for number, entry in zip(_batch_of(first, last), batch, strict=True):
-                # What a sum made superfluous may be deleted meanwhile, or be the damage that was repaired.
-                if is_summed and (entry is None or isinstance(entry, DamagedRemote | UnsupportedFormat)):
-                    continue
                 if entry is None:
                     raise _GapError(log_entry_name(writer, number))
-                if isinstance(entry, DamagedRemote | UnsupportedFormat):
-                    raise entry
                 entries.append((number, entry))
-                if is_summed or not isinstance(entry, LogState | LogRetired):
-                    continue
-                # What the sum leaves out is a claim (`LogSummary.apply`), unless it was given up before.
-                is_summed = True
-                if not self._whole and number > begin and (not first or number - begin > _MAX_BACK):
-                    return entries[::-1], True
-        return entries[::-1], False
+                if isinstance(entry, LogState | LogRetired):
+                    return entries[::-1]
+        return entries[::-1]
 
     def _read_batch(
         self, pool: ThreadPoolExecutor | InlinePool, writer: str, first: int, last: int
-    ) -> Iterable[_Read]:
-        """Ask for the entry ``last`` and some before it, down to ``first``; return them backwards, or why one cannot be read."""
+    ) -> Iterable[LogEntry | None]:
+        """Ask for the entry ``last`` and some before it, down to ``first``; return them backwards."""
 
-        def read(number: int) -> _Read:
+        def read(number: int) -> LogEntry | None:
             try:
                 return read_entry(self._objects, self._sealer, writer, number)
             except NoSuchObject:
                 return None
-            except (DamagedRemote, UnsupportedFormat) as error:
-                return error
 
         return pool.map(read, _batch_of(first, last))
 

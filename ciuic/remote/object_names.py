@@ -27,7 +27,6 @@ TABLES_PREFIX: Final = "tables/"
 ROUNDS_PREFIX: Final = "gc/"
 STATUS_PREFIX: Final = "status/"
 REPOSITORIES_PREFIX: Final = "repositories/"
-APPROVALS_PREFIX: Final = "approvals/"
 SETS_PREFIX: Final = "sets/"
 SET_PLANS_PREFIX: Final = "sets/plans/"
 MAX_NUMBER: Final = 10**10 - 1
@@ -60,7 +59,6 @@ _MANIFEST: Final = re.compile(MANIFEST_PATTERN)
 _SLOT: Final = re.compile(r"[a-z0-9-]{1,32}\Z")
 _SLOT_NAME: Final = re.compile(r"keys/([a-z0-9-]{1,32})\Z")
 _LOG_ENTRY: Final = re.compile(r"w/([0-9a-f]{32})/([0-9]{10})\Z")
-_APPROVAL: Final = re.compile(r"approvals/[0-9a-f]{32}\Z")
 _PACK: Final = re.compile(r"packs/(data|meta)/([0-9a-f]{2})/(\2[0-9a-f]{30})\Z")
 _TABLE: Final = re.compile(r"tables/([0-9a-f]{2})/(\1[0-9a-f]{30})\Z")
 _ROUND: Final = re.compile(r"gc/([0-9]{10})(|\.final|\.done)\Z")
@@ -204,18 +202,6 @@ def parse_log_entry(name: str) -> LogPosition | None:
     """Return writer and number of the entry of this name, or None."""
     found = _LOG_ENTRY.match(name)
     return LogPosition(found[1], int(found[2])) if found else None
-
-
-def approval_name(approval: str) -> str:
-    """Return the name of an approval."""
-    if not _HEX_ID.match(approval):
-        raise ValueError(f"an approval must be 32 hexadecimal digits, got {approval!r}")
-    return f"{APPROVALS_PREFIX}{approval}"
-
-
-def is_approval(name: str) -> bool:
-    """Return whether an approval may have this name."""
-    return _APPROVAL.match(name) is not None
 
 
 def round_name(round_: int, part: RoundPart = "begun") -> str:

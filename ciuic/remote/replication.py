@@ -380,7 +380,7 @@ def lacking_words(space: Remote, directory: str, repository: Repository) -> str:
         reader.refresh()
     except CiuicError:
         return ""
-    there = {one.snapshot for one in reader.unclaimed().values() if one.repository == repository.id}
+    there = {one.snapshot for one in reader.live().values() if one.repository == repository.id}
     facts = sorted(() if note is None else note.facts, key=lambda one: (-one.order_ns, one.snapshot))
     lacking = [one.snapshot for one in facts if one.snapshot not in there]
     if not lacking:
@@ -785,7 +785,7 @@ class Replication:
         facts = FactsOfRemote(str(directory), space)
         self._stored = self._persist(
             lambda: facts.learn(
-                reader.unclaimed(),
+                reader.live(),
                 {writer: summary.committed for writer, summary in reader.logs.items()},
                 self._repository.id,
                 self._own_logs(),
@@ -980,11 +980,7 @@ class Replication:
             having=snapshots_having(roots, {root for paths in roots.values() for root in paths}),
         )
         removed = {str(id_) for id_ in plan.removed}
-        given_up = sorted(
-            (one for id_, one in own.items() if id_ in removed), key=lambda one: (one.order_ns, one.snapshot)
-        )
-        # The rest another day: more at once would wait for a person, and until then no rule needs the space.
-        given_up = given_up[: self._logs.may_go([one.manifest for one in given_up], self._now_ns())]
+        given_up = [one for id_, one in own.items() if id_ in removed]
         self._holed -= removed
         # What a damaged log commits, or lacks chunks, may be what the rules would keep in place of these.
         if given_up and not self._logs.damaged and not self._holed:

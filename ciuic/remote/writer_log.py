@@ -510,11 +510,7 @@ def append_to_log(
         before = _read_if_there(objects, sealer, writer, number - 1)
         if before is None or before.nonce != summary.nonce:
             return False
-    time_ns = 0
-    if not mine and isinstance(standing, LogRemove | LogState | LogRetired):
-        info = objects.info(log_entry_name(writer, number))
-        time_ns = 0 if info is None else info.modified_ns
-    summary.apply(number, standing, time_ns)
+    summary.apply(number, standing)
     return mine
 
 
@@ -677,7 +673,7 @@ class LogUpkeep:
                 # No other log commits it.
                 if manifest not in stored and commits[manifest] == (manifest in committed[writer])
             }
-            kept = summary.removed - forgotten | self._waiting_in(writer)
+            kept = summary.removed - forgotten
             live = tuple(
                 snapshot
                 for manifest, snapshot in sorted(summary.committed.items())
@@ -698,12 +694,6 @@ class LogUpkeep:
             except RefusedBody as error:
                 # A long log costs its readers time; a round that does not end would keep everything from being deleted.
                 events.warning("remote_log_not_summed_up", error=error.message)
-
-    def _waiting_in(self, writer: str) -> set[str]:
-        """Return what waits and this log gives up or commits: it is told in both, for those who read less of the other."""
-        committed = self._reader.logs[writer].committed
-        waiting = self._reader.waiting
-        return {name for name, one in waiting.items() if one.writer == writer or name in committed}
 
     def _silent(self, writers: Sequence[str], now_ns: int | None) -> set[str]:
         """Return those of the writers that have been silent for so long that their logs end; none without a time."""
@@ -726,9 +716,6 @@ class LogUpkeep:
         summary = self._reader.logs[writer]
         first = self._reader.first.get(writer, 0)
         if summary.state <= first:
-            return
-        # A sum that leaves out what waits is superfluous itself, and not what lies before it.
-        if any(not summary.claims[name].waits for name in self._waiting_in(writer) & summary.claims.keys()):
             return
         # Of entries that a listing lacks, later ones would be deleted before them.
         if first and self._objects.info(log_entry_name(writer, first - 1)) is not None:

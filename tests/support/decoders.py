@@ -117,7 +117,6 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
         "log entry of a remote",
         "manifest of a remote",
         "round of a remote",
-        "approval of a remote",
         "plan of a set",
         "mark of a set",
         "remote.json",

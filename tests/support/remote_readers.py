@@ -31,7 +31,6 @@ _CLEAR = Sealer(recipe.REMOTE_ID, None)
 _PACK = RemotePackReader(_CLEAR, recipe.META_PACK)
 _ENTRY = object_names.log_entry_name(recipe.WRITER, 0)
 _ROUND = object_names.round_name(0)
-_APPROVAL = object_names.approval_name("ab" * 16)
 _STATUS = object_names.status_name(recipe.STATUS_KEY.reporter)
 _PLAN = object_names.set_plan_name("ab" * 16, 1)
 _ID = "0123456789abcdef" * 2
@@ -47,10 +46,6 @@ def _manifest(data: bytes) -> object:
 
 def _round(data: bytes) -> object:
     return decode_round(_CLEAR, 0, "begun", _CLEAR.seal(_ROUND, data))
-
-
-def _approval(data: bytes) -> object:
-    return documents.decode_approval(_CLEAR, _APPROVAL, _CLEAR.seal(_APPROVAL, data))
 
 
 def _status(data: bytes) -> object:
@@ -102,7 +97,6 @@ def remote_readers() -> list[Reader]:
         Reader("log entry of a remote", _log_entry, commit[48:]),
         Reader("manifest of a remote", _manifest, clear[recipe.MANIFEST][48:]),
         Reader("round of a remote", _round, clear[_ROUND][48:]),
-        Reader("approval of a remote", _approval, b'{"host":"h","manifests":["%s"]}' % recipe.MANIFEST.encode()),
         Reader("status of a host", _status, clear[_STATUS][48 + 96 :]),
         Reader("pack of a remote", _PACK.check, pack),
         Reader(

@@ -1,14 +1,12 @@
 """The group ``ciuic fleet``: all hosts of a remote as one, from any machine that may read it.
 
-Guarantees: nothing is asked of another host, and nothing is written to the remote but by ``approve``. ``status`` reads one small object of each host, and
+Guarantees: nothing is asked of another host, and nothing is written to the remote. ``status`` reads one small object of each host, and
 no log and no manifest. What a host says of itself is shown as its claim: limited, on one line, and never as another host's
 (`ciuic.remote.host_status`). No repository of this machine is needed.
 """
 
 from __future__ import annotations
 
-import socket
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +17,7 @@ from ciuic.cli.commands import list as list_command
 from ciuic.cli.commands import verify as verify_command
 from ciuic.cli.commands.remote import targets
 from ciuic.cli.shared import drills, times
-from ciuic.cli.shared.messages import complain, json_name, plural, shown, shown_text
+from ciuic.cli.shared.messages import json_name, plural, shown, shown_text
 from ciuic.cli.shared.options import (
     HOST_PATH,
     FrameCommand,
@@ -29,7 +27,6 @@ from ciuic.cli.shared.output import Cell, Column, json_option, note, out, out_js
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError, Damaged, Unreachable, UsageError
 from ciuic.system.privileges import no_core_files
-from ciuic.types import SnapshotId
 from ciuic.units import human_duration, human_size, parse_duration
 
 if TYPE_CHECKING:
@@ -41,6 +38,7 @@ if TYPE_CHECKING:
     from ciuic.remote.reading.opening import ReadableRemote
     from ciuic.remote.reading.remote_snapshots import RemoteSnapshots
     from ciuic.repository import SnapshotInfo
+    from ciuic.types import SnapshotId
 
 # A host may say so much of itself; a line of a table has room for less.
 _SHOWN = 120
@@ -465,53 +463,6 @@ def _origins(snapshots: RemoteSnapshots, hosts: tuple[str, ...]) -> dict[str, Re
         for name, own in snapshots.by_origin().items()
         if not hosts or not chosen.isdisjoint(own.entries)
     }
-
-
-@command.command("approve", cls=FrameCommand)
-@targets.place_argument
-@click.argument("host", metavar="[HOST]", default="")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-@json_option
-def approve(place: str, host: str, yes: bool, as_json: bool) -> None:
-    """Let snapshots of a remote go that its logs give up, more in a day than goes without a person (docs/remote.md).
-
-    Without HOST those of all hosts. It shows them and asks; what a log gives up later waits again. It needs credentials that may write
-    below approvals/, which those of a host must not have. The space comes back with `ciuic prune --remote`.
-    """
-    session = current()
-    _use(session, place)
-    if host:
-        session.narrow_remote(lambda remote: remote.of_host(host))
-    opened = session.remote
-    waiting = opened.waiting
-    ids = sorted({id_ for one in waiting for id_ in one.ids})
-    if not ids:
-        note("no snapshot waits for approval")
-    else:
-        if not yes:
-            _ask_to_approve(opened, ids)
-        from ciuic.remote.upkeep.collect import approve_claims
-
-        approve_claims(waiting, host=socket.gethostname())
-        note(f"approved: {plural(len(ids), 'snapshot')} given up; `ciuic prune --remote` frees the space")
-    if as_json:
-        out_json({"removed": ids})
-
-
-def _ask_to_approve(opened: ReadableRemote, ids: list[str]) -> None:
-    if not sys.stdin.isatty():
-        raise UsageError(
-            "approve asks before snapshots go, and there is nobody to ask; nothing was approved",
-            hint="give -y",
-        )
-    for id_ in ids:
-        host = shown_text(opened.snapshots.entries[id_].host)
-        try:
-            complain(f"  {id_}  {times.clock(opened.snapshots.load(SnapshotId(id_)).time_ns)}  {host}")
-        except Damaged as error:
-            complain(f"  {id_}  {host}  cannot be read: {shown_text(error.message)}")
-    if not click.confirm(f"Let {plural(len(ids), 'snapshot')} of the remote go for good?", err=True):
-        raise CiuicError("nothing was approved")
 
 
 @command.command("verify", cls=FrameCommand)

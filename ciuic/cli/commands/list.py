@@ -174,11 +174,6 @@ class _Filter(NamedTuple):
     is_flag=True,
     help="The sets instead, a line each: what `snapshot --set` and trainings on several hosts took at one instant.",
 )
-@click.option(
-    "--all-claims",
-    is_flag=True,
-    help="Of a remote: only those that a log gives up and that stay until `ciuic fleet approve`.",
-)
 @_label_options
 @json_option
 def command(
@@ -192,7 +187,6 @@ def command(
     with_pairs: bool,
     all_hosts: bool,
     only_sets: bool,
-    all_claims: bool,
     as_json: bool,
     **wanted: Any,
 ) -> None:
@@ -211,12 +205,6 @@ def command(
         raise UsageError(
             "--sets lists sets with all their members: leave out --machine-readable, --pairs, --job, --epoch, --step and --host"
         )
-    if all_claims and session.remote_url is None:
-        raise UsageError(
-            "--all-claims is about the snapshots of a remote", hint="with --repo URL or --all-hosts"
-        )
-    if all_claims:
-        session.narrow_remote(lambda remote: remote.claimed())
     _choose_by_labels(session, labels)
     asked = _Filter(
         root=root,
@@ -231,9 +219,7 @@ def command(
         return
     store = session.snapshots
     infos = store.list(**asked._asdict())
-    if all_claims and not infos and not as_json:
-        note("no snapshot waits for `ciuic fleet approve`")
-    elif machine_readable:
+    if machine_readable:
         _lines(session, infos, with_pairs=with_pairs, marked=show_all)
     elif as_json:
         verdicts = _verdicts(session, infos)

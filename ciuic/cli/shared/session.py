@@ -226,14 +226,6 @@ class Session:
             )
             self.exit_code = damage.exit_code
         self.say_damaged(opened.lost_spaces)
-        if waiting := opened.waiting:
-            logs = sorted({one.writer[:8] for one in waiting})
-            hosts = sorted({opened.snapshots.entries[id_].host for one in waiting for id_ in one.ids})
-            warn(
-                f"{plural(sum(len(one.ids) for one in waiting), 'snapshot')} of {shown_text(', '.join(hosts))} would be given up "
-                f"by log {', '.join(logs)}, more than goes without a person: they stay",
-                hint="ciuic list --all-claims shows them; ciuic fleet approve lets them go",
-            )
 
     def say_damaged(self, damages: Iterable[CiuicError]) -> None:
         """Warn of damage, and end with its exit code unless the command ends with another one."""

@@ -2,7 +2,7 @@
 
 Guarantees: what a reply confirms is durable, as `DirectoryObjects` has it. Of a client that vanishes nothing stays but
 whole objects, and the process ends. With ``append_only`` no object is deleted or replaced: whoever has the key of a host
-can add, and take nothing away, and not approve either what its logs give up. With ``max_bytes`` nothing is stored that would make the directory larger than that. Memory is bounded whatever a client sends and whether or not it reads the replies: no
+can add, and take nothing away. With ``max_bytes`` nothing is stored that would make the directory larger than that. Memory is bounded whatever a client sends and whether or not it reads the replies: no
 frame is read while `_MAX_OPEN` requests have no answer, and of bodies `_HELD_BYTES` are held each way, or one longer one.
 
 Leaves to sshd who may connect, and to `pipe_protocol` what the bytes mean.
@@ -11,7 +11,6 @@ Leaves to sshd who may connect, and to `pipe_protocol` what the bytes mean.
 from __future__ import annotations
 
 import os
-import re
 import struct
 import threading
 import time
@@ -53,8 +52,6 @@ from ciuic.system.file_locks import open_locked
 from ciuic.system.poll import readable
 from ciuic.units import format_size
 
-# An approval of what a log gives up (docs/remote-format.md, section 2), at the top or in the space of a repository.
-_APPROVAL: Final = re.compile(r"(?:.*/)?approvals/[0-9a-f]{32}\Z")
 _WORKERS: Final = 8
 _MAX_OPEN: Final = 16
 """Requests without an answer beyond which no frame is read; twice the workers, so that these do not wait for the line."""
@@ -88,7 +85,7 @@ def serve(
         directory: Absolute path; made, where it is missing, when a client asks for that.
         read_fd: Where requests come from.
         write_fd: Where replies go to; nothing else may write there.
-        append_only: Refuse to delete, to replace and to approve.
+        append_only: Refuse to delete and to replace.
         max_bytes: Refuse what would make the objects of the directory take more, objects and directories in whole blocks of
             4 KiB; objects of at most 64 KiB that are no packs have a sixty-fourth on top, a megabyte at least. It may be exceeded by what all clients have under way at a moment.
         idle_seconds: Time without a request after which it ends.
@@ -303,11 +300,6 @@ class _Server:
         objects = self._objects
         if objects is None:
             raise RemoteRefused("the first request has to be open")
-        if self._append_only and request.operation in ("put", "create") and _APPROVAL.match(name):
-            raise RemoteRefused(
-                f"cannot approve what logs of {self._directory} give up: this key is that of a host",
-                hint="approve with another key, or on the server itself",
-            )
         match request.operation:
             case "put":
                 self._take_room(name, body)

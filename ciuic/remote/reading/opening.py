@@ -10,12 +10,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Final, NamedTuple
+from typing import Final
 
 from ciuic.errors import UsageError
 from ciuic.remote import access
 from ciuic.remote.access import Remote, find_spaces, lost_spaces, open_remote, repository_spaces
-from ciuic.remote.claims import FREE
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.log_reader import (
     UPLOADING_NS,
@@ -40,18 +39,6 @@ from ciuic.types import SnapshotId
 
 # Manifests that no log names are uploads under way, a few at a time, or damage of which a part says enough.
 _MAX_UNKNOWN: Final = 32
-
-
-class WaitingClaims(NamedTuple):
-    """What a log gives up, and that stays until a person lets it go."""
-
-    reader: SpaceReader
-    """Reader of its space."""
-    writer: str
-    """The log."""
-    manifests: tuple[str, ...]
-    ids: tuple[str, ...]
-    """Names of the snapshots."""
 
 
 class ReadableRemote:
@@ -92,27 +79,6 @@ class ReadableRemote:
                 *((one.name, f"no log commits or removes it: {one.reason}") for one in reader.unlogged),
             )
         ]
-
-    @property
-    def waiting(self) -> list[WaitingClaims]:
-        """What logs give up, more than may go without a person; these snapshots are among ``snapshots``."""
-        found = []
-        for reader in self.readers:
-            claims = reader.waiting
-            ids = self._ids_in(reader) if claims else []
-            chosen = {id_: self.snapshots.entries[id_] for id_ in ids}
-            manifests = {
-                name: id_
-                for id_, entry in chosen.items()
-                for name in (entry.live.manifest, *entry.also)
-                if name in claims
-            }
-            for writer in sorted({claims[name].writer for name in manifests}):
-                own = [name for name in manifests if claims[name].writer == writer]
-                found.append(
-                    WaitingClaims(reader, writer, tuple(own), tuple({manifests[name]: None for name in own}))
-                )
-        return found
 
     @property
     def repositories(self) -> list[RemoteRepository]:
@@ -162,11 +128,6 @@ class ReadableRemote:
         """Return the same with the snapshots that have these labels alone; see `RemoteSnapshots.labelled`."""
         snapshots = self.snapshots.labelled(job, epoch, step, host)
         return ReadableRemote(self.remote, snapshots, self.readers, self.lost_spaces)
-
-    def claimed(self) -> ReadableRemote:
-        """Return the same with the snapshots alone that wait to be given up."""
-        ids = {id_ for one in self.waiting for id_ in one.ids}
-        return ReadableRemote(self.remote, self.snapshots.only(ids), self.readers, self.lost_spaces)
 
     def close(self) -> None:
         """Close everything that was opened."""
@@ -353,17 +314,9 @@ def read_remote(
             listed = None if skips_unreadable else pool.submit(_listed, space)
             with naming_memory(str(cache.path)):
                 logs.refresh()
-                unknown: list[ObjectInfo] = []
-                if listed is not None:
-                    stored = {info.name for info in listed.result()}
-                    logs.stored = stored
-                    if unknown := _unknown(listed.result(), logs):
-                        # Their commits may have come after the logs were listed.
-                        logs.refresh()
-                        logs.stored = stored
-                    # Entries that sum up a log may leave out what was never given up.
-                    if _not_live(listed.result(), logs) > FREE:
-                        logs.look_back()
+                if unknown := [] if listed is None else _unknown(listed.result(), logs):
+                    # Their commits may have come after the logs were listed.
+                    logs.refresh()
             reader.damaged_logs = logs.damaged
             reader.unlogged = unlogged_manifests(
                 space.objects,
@@ -378,7 +331,6 @@ def read_remote(
                 )
             for damaged in logs.damaged.values():
                 events.warning("remote_log_damaged", remote=space.objects.url, error=damaged.error.message)
-            reader.waiting = logs.waiting
             manifests = Manifests(space, cache, logs, prefer=reader.lookup.prefer)
             entries += (CommittedEntry(live, manifests) for live in logs.live().values())
         pool.shutdown()
@@ -397,11 +349,6 @@ def _unknown(stored: Sequence[ObjectInfo], logs: LogReader) -> list[ObjectInfo]:
     """Return the manifests that no log commits or removes; a reader waits for each."""
     known = {*logs.live(), *logs.removed()}
     return [info for info in stored if info.name not in known]
-
-
-def _not_live(stored: Sequence[ObjectInfo], logs: LogReader) -> int:
-    live = logs.live()
-    return sum(info.name not in live for info in stored)
 
 
 def _listed(space: Remote) -> list[ObjectInfo]:

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from ciuic.errors import Damaged, NotFound, NotPermitted
 from ciuic.remote.access import Remote
-from ciuic.remote.claims import ClaimOfLog
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.log_reader import DamagedLog, LogReader, RolledBack, Rounds, UnloggedManifest
 from ciuic.remote.object_names import PACKS_PREFIX, PackRef, pack_name, parse_pack, split_ref
@@ -450,9 +449,6 @@ class SpaceReader:
         )
         self.damaged_logs: Mapping[str, DamagedLog] = {}
         """Logs that were damaged when the remote was opened, by writer."""
-
-        self.waiting: Mapping[str, ClaimOfLog] = {}
-        """Claims that waited for a person when the remote was opened, by manifest."""
 
         self.unlogged: Sequence[UnloggedManifest] = ()
         """Manifests that no log accounted for when the remote was opened."""

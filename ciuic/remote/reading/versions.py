@@ -30,7 +30,6 @@ from ciuic.remote.access import Remote, opened_remote
 from ciuic.remote.documents import (
     MAX_DOCUMENT_BYTES,
     MAX_REMOTE_JSON_BYTES,
-    decode_approval,
     decode_log_entry,
     decode_manifest,
     decode_round,
@@ -44,7 +43,6 @@ from ciuic.remote.object_names import (
     LOGS_PREFIX,
     REMOTE_JSON,
     ROUNDS_PREFIX,
-    is_approval,
     parse_log_entry,
     parse_manifest,
     parse_pack,
@@ -128,8 +126,6 @@ class _VersionCheck:
             decode_log_entry(sealer, entry.writer, entry.number, data)
         elif round_ := parse_round(name):
             decode_round(sealer, round_.round, round_.part, data)
-        elif is_approval(name):
-            decode_approval(sealer, name, data)
         elif parse_manifest(name) is not None:
             decode_manifest(sealer, name, data)
         elif ref := parse_pack(name):

@@ -759,10 +759,7 @@ def _open_mover(
                 classes,
                 log=operator_log(reader, host, index),
                 logs=LogReader(
-                    space.objects,
-                    space.sealer,
-                    cache_path=str(reader.cache.path / "operator.logs"),
-                    whole=True,
+                    space.objects, space.sealer, cache_path=str(reader.cache.path / "operator.logs")
                 ),
                 index=index,
                 mark=mark,

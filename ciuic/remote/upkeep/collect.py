@@ -10,18 +10,17 @@ it again only when told to (``ciuic remote upload --again``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Final, NamedTuple
 
 from ciuic.errors import CiuicError, Damaged
-from ciuic.remote.documents import GivenUp, LiveManifest, StoredApproval, create_approval
+from ciuic.remote.documents import GivenUp, LiveManifest
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.host_status import expired_statuses
 from ciuic.remote.log_reader import LogReader, Rounds
-from ciuic.remote.object_names import STATUS_PREFIX, PackRef, new_hex_id
-from ciuic.remote.objects.model import RemoteRefused
-from ciuic.remote.reading.opening import ReadableRemote, WaitingClaims
+from ciuic.remote.object_names import STATUS_PREFIX, PackRef
+from ciuic.remote.reading.opening import ReadableRemote
 from ciuic.remote.reading.remote_repository import SpaceReader
 from ciuic.remote.reading.remote_snapshots import CommittedEntry
 from ciuic.remote.remote_index import RemoteIndex, cold_packs
@@ -189,10 +188,7 @@ def open_collector(
                 space.sealer,
                 log=operator_log(reader, host, index),
                 reader=LogReader(
-                    space.objects,
-                    space.sealer,
-                    cache_path=str(reader.cache.path / "operator.logs"),
-                    whole=True,
+                    space.objects, space.sealer, cache_path=str(reader.cache.path / "operator.logs")
                 ),
                 index=index,
                 mark=mark,
@@ -324,27 +320,6 @@ def give_up_snapshots(opened: ReadableRemote, ids: Sequence[SnapshotId], *, host
         _remove(reader, by_space.get(reader.space.objects.url, []), host)
 
 
-def approve_claims(waiting: Sequence[WaitingClaims], *, host: str) -> None:
-    """Let the snapshots go that these logs give up; durable on return.
-
-    Args:
-        waiting: From `ReadableRemote.waiting`; what logs have given up since is not approved.
-        host: Name of this host, for people.
-
-    Raises:
-        RemoteRefused: the credentials are those of a host, which may not.
-        RemoteUnreachable: the store did not answer for too long.
-    """
-    for one in waiting:
-        _approve(one.reader, one.manifests, host)
-
-
-def _approve(reader: SpaceReader, manifests: Sequence[str], host: str) -> None:
-    space, id_ = reader.space, new_hex_id()
-    content = StoredApproval(host=host, manifests=tuple(manifests))
-    reader.retry.call(partial(create_approval, space.objects, space.sealer, id_, content))
-
-
 def _remove(reader: SpaceReader, entries: Sequence[CommittedEntry], host: str) -> None:
     if not entries:
         return
@@ -355,6 +330,3 @@ def _remove(reader: SpaceReader, entries: Sequence[CommittedEntry], host: str) -
         manifests = [name for entry in some for name in (entry.live.manifest, *entry.also)]
         snapshots = [GivenUp(entry.live.repository, entry.live.snapshot) for entry in some]
         reader.retry.call(partial(log.remove, manifests, snapshots))
-        # Who may forget at all has named each of them. With the credentials of a host what exceeds the bound waits for somebody else.
-        with suppress(RemoteRefused):
-            _approve(reader, manifests, host)

@@ -1041,9 +1041,6 @@ class Collector:
         # Before the logs: a manifest that is there already has the hello of its writer in them.
         self._stored = [info for info in self._objects.list(MANIFESTS_PREFIX) if parse_manifest(info.name)]
         self._reader.refresh()
-        # By an earlier version, or before the sum of a log was read as it is now.
-        self._reader.look_back()
-        self._reader.stored = {info.name for info in self._stored}
         self._require_logs()
         # After the logs: the packs of every commit that was read are there.
         self._unreadable = tuple(self._index.refresh(self._objects, self._sealer).unreadable)

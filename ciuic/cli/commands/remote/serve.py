@@ -14,9 +14,7 @@ from ciuic.errors import UsageError
 @click.command(cls=FrameCommand)
 @click.argument("directory", metavar="DIRECTORY")
 @click.option("--stdio", is_flag=True, help="Talk over stdin and stdout; there is no other way.")
-@click.option(
-    "--append-only", is_flag=True, help="Delete, replace and approve nothing: for the key of a single host."
-)
+@click.option("--append-only", is_flag=True, help="Delete and replace nothing: for the key of a single host.")
 @click.option(
     "--max-bytes", metavar="SIZE", help="Store nothing that makes the directory larger, such as 2TiB."
 )

@@ -224,7 +224,7 @@ def test_a_snapshot_that_was_committed_twice_is_given_up_whole(
     host.upload()
     # Both began before either had committed.
     with monkeypatch.context() as patch:
-        patch.setattr(LogReader, "unclaimed", lambda self: {})
+        patch.setattr(LogReader, "live", lambda self: {})
         clone.upload()
     assert len([name for name in names(remote) if name.startswith("manifests/")]) == 2
     forget(remote, tmp_path / "cache", first)

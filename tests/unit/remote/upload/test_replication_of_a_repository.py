@@ -453,29 +453,6 @@ def test_the_remote_has_a_retention_of_its_own(tmp_path: Path, bucket: str) -> N
     assert "cs-000003" in [one.id for one in assert_whole(remote).values()]
 
 
-def test_retention_after_an_outage_waits_for_nobody(tmp_path: Path, bucket: str) -> None:
-    """A host that comes back when all that it had stored has been replaced gives it up without a person."""
-    remote = new_remote(MemoryObjects(bucket))
-    host = Host(tmp_path / "h", remote)
-    host.keep_last = 12
-    for begin in (0, 12):
-        for number in range(begin, begin + 12):
-            host.store(number, {b"file": b"%d" % number})
-        host.replication().catch_up(remote)
-    reader = LogReader(remote.objects, remote.sealer)
-    reader.refresh()
-    assert not reader.waiting
-    assert {one.snapshot for one in reader.live().values()} == {
-        f"cs-{number:06x}" for number in range(12, 24)
-    }
-    # New rules are no retention as usual: what they drop at once waits.
-    host.keep_last = 1
-    host.replication().catch_up(remote)
-    reader.refresh()
-    assert len(reader.waiting) == 11
-    assert len(reader.live()) == 12
-
-
 def test_no_root_takes_anothers_place(tmp_path: Path, bucket: str) -> None:
     """The rules hold for each root alone: the only snapshot of a training stays, however often another saves."""
     rng = random.Random(9)
