@@ -250,12 +250,14 @@ def test_a_link_above_a_root_names_no_other_root(live: Live, short_tmp: Path) ->
 
 def test_an_export_whose_name_was_taken_meanwhile_leaves_nothing(tmp_path: Path) -> None:
     """What was written is removed, and what has the name stays."""
-    with (
-        pytest.raises(DestinationExists),
-        new_directory(tmp_path / "model", overwrite=False, names=("*.json",)) as made,
-    ):
-        (made / "config.json").write_text("of the snapshot")
-        (tmp_path / "model").mkdir()
-        (tmp_path / "model/other").write_text("of somebody")
+
+    def export() -> None:
+        with new_directory(tmp_path / "model", overwrite=False, names=("*.json",)) as made:
+            (made / "config.json").write_text("of the snapshot")
+            (tmp_path / "model").mkdir()
+            (tmp_path / "model/other").write_text("of somebody")
+
+    with pytest.raises(DestinationExists):
+        export()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert (tmp_path / "model/other").read_text() == "of somebody"

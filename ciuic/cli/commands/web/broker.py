@@ -359,7 +359,7 @@ class Broker:
             )
         needed = to_be_typed(order)
         # Blanks around it are easily typed, and easily left out where the name has them.
-        if (order.typed.strip() or order.typed) != (needed.strip() or needed):
+        if needed and (order.typed.strip() or order.typed) != (needed.strip() or needed):
             raise UsageError(f"to confirm, type {needed}", hint="go back, and type it as it stands there")
         if sum(one.progress.code is None for one in self._actions.values()) >= _MAX_ACTIONS:
             raise Busy(f"{_MAX_ACTIONS} actions run already", hint="wait for one of them to end")
