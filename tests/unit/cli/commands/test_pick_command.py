@@ -6,6 +6,7 @@ import asyncio
 import os
 import pty
 import random
+import select
 import socket
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from ciuic.remote.objects.opening import open_objects
 from ciuic.repository import Repository
 
 SECONDS = 60.0
+_AGAIN_SECONDS = 5.0
 HOSTILE = (b"<b>bold", b"[red]x[", b"\x1b[2Jcleared", b"\xff\xfe", "‮rtl".encode(), b"a\nb", b"n" * 255)
 
 
@@ -646,15 +648,22 @@ def on_keys(
         start_new_session=True,
     ) as process:
         os.close(theirs)
-        output, seen = b"", 0
-        while True:
+        output, seen, pressed = b"", 0, b""
+        end = time.monotonic() + SECONDS
+        while time.monotonic() < end:
+            # As a person does: a key that came while the screen was being made has no effect.
+            if not select.select([ours], [], [], _AGAIN_SECONDS)[0]:
+                os.write(ours, pressed)
+                continue
             try:
                 output += os.read(ours, 65536)
             # EIO: the program has ended.
             except OSError:
                 break
             while keys and keys[0][0] in output[seen:]:
-                seen = len(output)
-                os.write(ours, keys.pop(0)[1])
+                seen, pressed = len(output), keys.pop(0)[1]
+                os.write(ours, pressed)
+        else:
+            process.kill()
     os.close(ours)
     return output, process.returncode
