@@ -6,7 +6,6 @@ import asyncio
 import os
 import pty
 import random
-import select
 import socket
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from ciuic.cli.shared import times
 from ciuic.cli.shared.session import Session
 from ciuic.remote.objects.opening import open_objects
 from ciuic.repository import Repository
+from ciuic.system.poll import readable
 
 SECONDS = 60.0
 _AGAIN_SECONDS = 5.0
@@ -652,7 +652,7 @@ def on_keys(
         end = time.monotonic() + SECONDS
         while time.monotonic() < end:
             # As a person does: a key that came while the screen was being made has no effect.
-            if not select.select([ours], [], [], _AGAIN_SECONDS)[0]:
+            if not readable(ours, _AGAIN_SECONDS):
                 os.write(ours, pressed)
                 continue
             try:
