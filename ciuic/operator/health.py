@@ -24,15 +24,18 @@ async def alive() -> None:
 
 
 @asynccontextmanager
-async def serving_health(checks: Mapping[str, Check], port: int = HEALTH_PORT) -> AsyncIterator[list[int]]:
+async def serving_health(
+    checks: Mapping[str, Check], port: int = HEALTH_PORT, host: str | None = None
+) -> AsyncIterator[int]:
     """Answer probes while the block lasts; a check that raises, or takes longer than 5 s, is status 503 with its words.
 
     Args:
         checks: what to await for each path.
-        port: TCP port on all addresses of the pod; 0: any that is free.
+        port: TCP port; 0: any that is free.
+        host: its address; None: all of the pod.
 
     Yields:
-        The port of each address family.
+        The port.
     """
     # Probes, and whoever else reaches the pod, wait for one check together.
     asked: dict[str, asyncio.Task[object]] = {}
@@ -55,8 +58,8 @@ async def serving_health(checks: Mapping[str, Check], port: int = HEALTH_PORT) -
     runner = web.AppRunner(application, access_log=None, keepalive_timeout=_ANSWER_SECONDS)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, port=port, backlog=16)
+        site = web.TCPSite(runner, host, port, backlog=16)
         await site.start()
-        yield [address[1] for address in runner.addresses]
+        yield runner.addresses[0][1]
     finally:
         await runner.cleanup()

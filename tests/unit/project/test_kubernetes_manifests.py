@@ -232,8 +232,8 @@ def test_a_probe_says_what_is_wrong_and_one_check_serves_all_who_ask() -> None:
         nonlocal gate, begun
         gate, begun = asyncio.Event(), asyncio.Event()
         async with (
-            health.serving_health({ALIVE: health.alive, READY: check}, 0) as ports,
-            aiohttp.ClientSession(f"http://localhost:{ports[0]}") as client,
+            health.serving_health({ALIVE: health.alive, READY: check}, 0, "127.0.0.1") as port,
+            aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client,
         ):
 
             async def ask(path: str) -> tuple[int, str]:
