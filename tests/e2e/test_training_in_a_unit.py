@@ -15,7 +15,7 @@ from support.until import until
 
 from ciuic.remote.sealing.key_slots import make_key_file
 
-pytestmark = [pytest.mark.mount, pytest.mark.usefixtures("torch_distributed")]
+pytestmark = [pytest.mark.full, pytest.mark.mount, pytest.mark.usefixtures("torch_distributed")]
 _CODE = Path(__file__).parents[2]
 _STEPS = 300
 _UNIT = "training.service"
