@@ -37,7 +37,7 @@ async def serving_health(
     Yields:
         The port.
     """
-    # Probes, and whoever else reaches the pod, wait for one check together.
+    # Concurrent probes share one check.
     asked: dict[str, asyncio.Task[object]] = {}
 
     async def answer(request: web.Request) -> web.Response:

@@ -7,12 +7,10 @@ import os
 import re
 import resource
 import signal
-import socketserver
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.ci import needs
+from support.local_servers import MailServer, serving
 from support.second_user import MADE_UP
 from support.tiny_training import Model
 
@@ -69,18 +68,6 @@ class _EndlessHandler(BaseHTTPRequestHandler):
         pass
 
 
-@contextmanager
-def serving(server: Any) -> Iterator[Any]:
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
 @needs_apprise
 def test_a_place_that_answers_without_end_takes_neither_memory_nor_powers() -> None:
     """Root's message is sent by nobody, who may read, with bounded memory; the message counts as not delivered."""
@@ -111,30 +98,11 @@ def test_a_place_that_answers_without_end_takes_neither_memory_nor_powers() -> N
     assert re.search(r"^NoNewPrivs:\s+1$", status, re.MULTILINE)
 
 
-class _Mail(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-
-
-class _MailHandler(socketserver.StreamRequestHandler):
-    def handle(self) -> None:
-        self.wfile.write(b"220 test\r\n")
-        while line := self.rfile.readline():
-            word = line[:4].upper().strip()
-            if word == b"DATA":
-                self.wfile.write(b"354 go on\r\n")
-                while (text := self.rfile.readline()) not in (b".\r\n", b""):
-                    self.server.lines.append(text)  # type: ignore[attr-defined]
-            self.wfile.write(b"221 bye\r\n" if word == b"QUIT" else b"250 ok\r\n")
-            if word == b"QUIT":
-                return
-
-
 @needs_apprise
 @pytest.mark.parametrize("form", ["", "&format=html"])
 def test_names_that_users_chose_are_no_html_in_a_mail(form: str) -> None:
     """A mail is plain text, and one that is sent as HTML shows a tag as text."""
-    with serving(_Mail(("127.0.0.1", 0), _MailHandler)) as mail:
-        mail.lines = []
+    with serving(MailServer()) as mail:
         url = f"mailto://127.0.0.1:{mail.server_address[1]}?from=a@example.org&to=b@example.org&mode=insecure{form}"
         job = NotifyJob(urls=(url,), title="t", text="training <img src=http://example.org/x>")
         done = subprocess.run(
@@ -142,7 +110,7 @@ def test_names_that_users_chose_are_no_html_in_a_mail(form: str) -> None:
             env=environment(), cwd="/", timeout=60,
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, b"")
-    text = b"".join(mail.lines)
+    text = b"".join(mail.mails)
     _, is_html, html = text.partition(b"text/html")
     assert bool(is_html) == bool(form)
     assert b"<img" not in html

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from ciuic.artefacts.folder import ExportFolder
 from ciuic.compare.diff import LiveNode
 from ciuic.config import load_config
 from ciuic.errors import CiuicError
+from ciuic.fuse_layer.system import mounts
 from ciuic.lazy.service import LazyRestore
 from ciuic.repository import Repository
 from ciuic.system import mountinfo
@@ -261,3 +264,20 @@ def test_an_export_whose_name_was_taken_meanwhile_leaves_nothing(tmp_path: Path)
         export()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert (tmp_path / "model/other").read_text() == "of somebody"
+
+
+def test_of_mounts_made_at_one_time_each_is_found_by_where_its_path_leads(tmp_path: Path) -> None:
+    """Also where the path is a symbolic link, which the table of mounts does not have."""
+    places = [tmp_path / "a", tmp_path / "b"]
+    before = mounts.mounts_of("tmpfs")
+    with ExitStack() as closing:
+        for place in places:
+            place.mkdir()
+            subprocess.run(["mount", "-t", "tmpfs", "tmpfs", place], check=True, timeout=30)
+            closing.callback(subprocess.run, ["umount", "-l", place], check=True, timeout=30)
+            (tmp_path / f"to-{place.name}").symlink_to(place)
+        for place in places:
+            found = mounts.new_mount("tmpfs", before, os.fsencode(tmp_path / f"to-{place.name}"))
+            assert found is not None
+            assert found.mount_point == os.fsencode(place)
+        assert mounts.new_mount("tmpfs", before, os.fsencode(tmp_path / "gone")) is None

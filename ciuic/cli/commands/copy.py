@@ -41,7 +41,7 @@ def command(target: Path, verify: bool, as_json: bool) -> int:
     session = current()
     if session.remote_url is not None:
         raise click.UsageError("copy copies a repository of this machine, and --repo names a remote")
-    # Its writer is opened, as for any change. A new one as well: whoever owns a directory above may exchange it meanwhile.
+    # Also before there is a repository: the owner of a directory above could exchange it during the copy.
     require_own(target.absolute(), trusted=session.trusts_repository)
     with progress("copy") as reporter:
         result = copy_repository(

@@ -45,7 +45,7 @@ class _RuleState:
         self._pending: dict[str, tuple[float, float]] = {}
         """Roots in which it happened since their last cut; times of the first and the last event."""
         self._hurries: set[str] = set()
-        # By root: events that one user makes in his own must not use up the limits of another's.
+        # By root, so that events in one user's root do not use up the limits of another's.
         self._cuts: defaultdict[str, deque[float]] = defaultdict(deque)
 
     def happened(self, root: str, now: float) -> None:

@@ -501,8 +501,25 @@ def new_mount(fs_type: str, before: Sequence[MountEntry], path: bytes) -> MountE
     """Return the mount of a type that was made at ``path`` since `mounts_of` returned ``before``; None if it is gone already."""
     known = {one.mount_id for one in before}
     new = [one for one in mounts_of(fs_type) if one.mount_id not in known]
+    id_ = _mount_id_at(path)
     # Wherever it is: a directory above may be renamed at any time. Of several that are elsewhere none is known to be ours.
-    return next((one for one in new if one.mount_point == path), new[0] if len(new) == 1 else None)
+    return next((one for one in new if one.mount_id == id_), new[0] if len(new) == 1 else None)
+
+
+def _mount_id_at(path: bytes) -> int | None:
+    """Return the id of the mount that a path leads to, through symbolic links as well; None if it leads nowhere.
+
+    O_PATH asks the file system of the mount nothing, which this process may serve itself.
+    """
+    try:
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        with open(f"/proc/self/fdinfo/{fd}") as facts:
+            return next((int(line.split()[1]) for line in facts if line.startswith("mnt_id:")), None)
+    finally:
+        os.close(fd)
 
 
 def mount_now(mount: MountEntry) -> MountEntry | None:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import socket
-import socketserver
 import subprocess
-import threading
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from email import message_from_bytes
 from email.header import decode_header, make_header
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,6 +20,7 @@ import structlog
 import trio
 import trio.testing
 from support.ci import needs
+from support.local_servers import MailServer, serving
 from support.until import until_async
 
 from ciuic.config import AlertConfig, load_config
@@ -68,36 +66,6 @@ class _WebHandler(BaseHTTPRequestHandler):
         pass
 
 
-class _MailHandler(socketserver.StreamRequestHandler):
-    """As much of SMTP (RFC 5321) as a client without extensions needs."""
-
-    def handle(self) -> None:
-        self.wfile.write(b"220 test\r\n")
-        while line := self.rfile.readline():
-            word = line[:4].upper().strip()
-            if word == b"DATA":
-                self.wfile.write(b"354 go on\r\n")
-                lines = []
-                while (text := self.rfile.readline()) not in (b".\r\n", b""):
-                    lines.append(text)
-                self.server.mails.append(b"".join(lines))  # type: ignore[attr-defined]
-            self.wfile.write(b"221 bye\r\n" if word == b"QUIT" else b"250 ok\r\n")
-            if word == b"QUIT":
-                return
-
-
-@contextmanager
-def serving(server: Any) -> Iterator[Any]:
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
 def deliver(job: NotifyJob) -> subprocess.CompletedProcess[bytes]:
     """Run the process for a job, without its pauses."""
     quick = msgspec.structs.replace(job, pauses_seconds=(0.0, 0.0))
@@ -121,11 +89,7 @@ def test_a_mail_has_what_happened_and_what_to_do() -> None:
     """A real SMTP session carries the message with its hint."""
     needs_apprise()
 
-    class Mail(socketserver.ThreadingTCPServer):
-        daemon_threads = True
-
-    with serving(Mail(("127.0.0.1", 0), _MailHandler)) as mail:
-        mail.mails = []
+    with serving(MailServer()) as mail:
         port = mail.server_address[1]
         url = f"mailto://127.0.0.1:{port}?from=ciuic@example.org&to=ops@example.org&mode=insecure&format=text"
         done = deliver(msgspec.structs.replace(message_of(NOTICE), urls=(url,)))

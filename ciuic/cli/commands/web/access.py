@@ -59,7 +59,7 @@ class Person(NamedTuple):
 
     @property
     def right(self) -> Right:
-        """What they may do."""
+        """Right of the person's grant."""
         return self.grant.right
 
 

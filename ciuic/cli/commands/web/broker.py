@@ -71,7 +71,7 @@ class Order(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Directory that gets it, encoded likewise; empty to put it in its place, over what is there."""
     message: str = ""
     typed: str = ""
-    """What the person has typed to confirm (`to_be_typed`)."""
+    """Confirmation that the person typed (`to_be_typed`)."""
     last_good: bool = False
     """Plan only: use the newest snapshot whose newest checkpoint below the path is GOOD, instead of ``snapshot``."""
 

@@ -16,7 +16,7 @@ from ciuic.protocol.peer_socket import Caller
 
 
 class Right(enum.IntEnum):
-    """What a person may do; each right includes those below it."""
+    """Right on the page; each includes those below it."""
 
     NONE = 0
     LOOK = 1
@@ -73,7 +73,7 @@ TYPED: Final = {
     "undo": "id of the safety snapshot",
     "forget": "id of the snapshot",
 }
-"""What a person types to confirm an action that overwrites or deletes."""
+"""Text that confirms each action that overwrites or deletes."""
 _VERBS: Final = {
     Right.LOOK: "look at this page",
     Right.RESTORE: "restore from this page",
@@ -100,7 +100,7 @@ class RightGroup(msgspec.Struct, frozen=True):
 
 
 class Admission(msgspec.Struct, frozen=True, kw_only=True):
-    """Who has which right."""
+    """Users and groups that have rights."""
 
     uids: tuple[int, ...] = (0,)
     """Users who have all rights."""
