@@ -17,7 +17,7 @@ import ast
 import io
 import os
 import zipfile
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -328,7 +328,15 @@ def _array(file: _Ranges, start: int, size_bytes: int) -> _Found:
         return _Found(kind, shape, order, begin, 0, is_dense=False)
     if begin - start + count != size_bytes:
         raise ValueError("the array has another size than its header says")
-    return _Found(kind, shape, order[::-1] if described["fortran_order"] else order, begin, count)
+    return _Found(
+        kind, shape, _element_order(shape, order[::-1] if described["fortran_order"] else order), begin, count
+    )
+
+
+def _element_order(shape: tuple[int, ...], by_stride: Sequence[int]) -> tuple[int, ...]:
+    """Return the dimensions by stride; one whose stride moves no element keeps its place."""
+    long = iter(at for at in by_stride if shape[at] != 1)
+    return tuple(next(long) if size != 1 and 0 not in shape else at for at, size in enumerate(shape))
 
 
 def _check_shape(shape: Any) -> None:
@@ -450,7 +458,8 @@ class _TorchTensor:
         kind = number_kind(self._dtype) if self._dtype in _STORAGES.values() else number_kind("", self._dtype)
         item = kind.element_bytes
         count = prod(self._shape)
-        order = tuple(sorted(range(len(self._shape)), key=lambda at: (-self._strides[at], at)))
+        by_stride = sorted(range(len(self._shape)), key=lambda at: (-self._strides[at], at))
+        order = _element_order(self._shape, by_stride)
         dense = kind.read is not None
         expected = 1
         for at in reversed(order):
