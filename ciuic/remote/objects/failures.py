@@ -264,6 +264,7 @@ def _transport(text: str) -> str:
         ("ip address mismatch", _OTHER_NAME),
         (" doesn't match ", _OTHER_NAME),
         ("peer certificate", _UNKNOWN_ISSUER),
+        ("invalidcertificate", _UNKNOWN_ISSUER),
         ("certificate verify failed", _UNKNOWN_ISSUER),
         ("dns error", "its host name has no address"),
         ("connection refused", "connection refused"),
