@@ -227,6 +227,18 @@ def test_it_works_without_scripts(browser: Browser, server: WebPage, site: Site)
         _destroy_and_restore(visitor, site.roots[0] / "config.yaml")
 
 
+def test_the_overview_is_a_picture(browser: Browser, server: WebPage) -> None:
+    """The curves come by themselves, with a mark for each snapshot that knows its step; the five cards stand in one row."""
+    with _visit(browser, server) as visitor:
+        page = visitor.page
+        page.locator("#picture .curve").first.wait_for()
+        assert page.locator("#picture a").count() >= 2
+        tops = {round(one.bounding_box()["y"]) for one in page.locator(".card").all()}  # type: ignore[index]
+        assert (page.locator(".card").count(), len(tops)) == (5, 1)
+    with _visit(browser, server, java_script_enabled=False) as visitor:
+        assert visitor.page.locator("#picture rect.flag").count() >= 2
+
+
 def _is_text(visitor: Visitor, *texts: str) -> None:
     """Check that texts stand on the page as they are, and that nothing on the page came from a name."""
     page = visitor.page

@@ -83,6 +83,14 @@ def test_numbers_are_drawn_beside_the_snapshots(page: WebPage) -> None:
     assert f"{4.0 / 291:.4g}" in text
 
 
+def test_the_overview_shows_the_curves(page: WebPage) -> None:
+    """The picture that comes after the page has the same curves as the training's page, and so has the next overview."""
+    drawn = page.ask("/picture").text
+    assert "&lt;b&gt;loss (left axis)" in drawn
+    assert _coordinates(drawn) == _coordinates(page.ask("/training").text)
+    assert _coordinates(page.ask("/").text) == _coordinates(drawn)
+
+
 def test_reported_metrics_are_series(page: WebPage) -> None:
     """What a training reported with its states can be chosen, and is drawn by the steps of those."""
     text = page.ask("/training").text

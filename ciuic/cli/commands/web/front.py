@@ -13,7 +13,7 @@ import hashlib
 import posixpath
 import stat
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from datetime import datetime
 from functools import partial
@@ -59,18 +59,20 @@ from ciuic.cli.commands.web.jobs import (
 from ciuic.cli.commands.web.live import Live, SocketClient
 from ciuic.cli.commands.web.reading import PIECE_BYTES, LastGoodCheckpoint, Readers, Reading, path_of
 from ciuic.cli.commands.web.rights import Admission, Right, needed_right
-from ciuic.cli.commands.web.training import chart_of, value_at, with_before
+from ciuic.cli.commands.web.training import MAX_MARKS, chart_of, timeline_of, value_at, with_before
 from ciuic.cli.shared import times
 from ciuic.errors import CiuicError, NotFound, NotPermitted, UsageError
 from ciuic.printable import one_line
 from ciuic.protocol.control_types import Incident, StatusDocument
 from ciuic.protocol.http_server import Reply, Request, document, status_of
 from ciuic.protocol.last_drill import standing_drill
+from ciuic.repository import SnapshotInfo
 from ciuic.repository.lookup import is_within, join
 from ciuic.structs import convert, decode_json
 from ciuic.system.shell_quoting import word
 from ciuic.types import is_safety
 from ciuic.units import human_duration, human_size, plural
+from ciuic.verdicts.records import DatedCheckpoint
 from ciuic.verdicts.verdict import SUFFIXES
 
 _HERE: Final = Path(__file__).parent
@@ -97,6 +99,8 @@ _HEADERS: Final = (
 _NOT_KEPT: Final = ("cache-control", "no-store")
 _MAX_FIELDS: Final = 50
 _INCIDENT_SECONDS: Final = 24 * 3600
+_PICTURE_SECONDS: Final = 60.0
+"""Age at which the curves of an overview that is open are read again; they are at once when there is a new snapshot."""
 log = structlog.get_logger(__name__)
 
 
@@ -128,6 +132,15 @@ class Asked(NamedTuple):
         """Return a field that is a number from 0 on; 0 if it is missing or none."""
         text = self.get(name)
         return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else 0
+
+
+class _Drawn(NamedTuple):
+    """Numbers as the overview has drawn them last."""
+
+    newest: tuple[int, str]
+    """Number of the snapshots then, and the newest."""
+    at: float
+    numbers: TrainingNumbers
 
 
 _Handler = Callable[[Asked], Awaitable[Reply]]
@@ -171,6 +184,7 @@ class Front:
         self._links = links
         self._remote = remote
         self._counts = ChangeCounts()
+        self._drawn: _Drawn | None = None
         self._templates = _templates()
         self._static = {
             path.name: path.read_bytes() for path in sorted((_HERE / "static").iterdir()) if path.is_file()
@@ -184,6 +198,7 @@ class Front:
             ("GET", "/versions"): self._versions,
             ("GET", "/compare"): self._compare,
             ("GET", "/training"): self._training,
+            ("GET", "/picture"): self._picture,
             ("GET", "/changes"): self._changes,
             ("GET", "/image"): self._image,
             ("GET", "/download"): self._download,
@@ -343,23 +358,76 @@ class Front:
                 for one in (status.alerts if status else [])
                 if not one.key.startswith(tuple(told) or ("\0",))
             ]
+            emergencies = {one.snapshot for one in incidents}
+            verdicts = reading.summaries(
+                [*ordinary[:MAX_MARKS], *(info for info in infos if str(info.id) in emergencies)]
+            )
             return {
+                **self._picture_of(infos, ordinary, verdicts),
                 "status": status,
                 "trouble": trouble,
                 "infos": ordinary[:8],
                 "count": len(ordinary),
                 "held": sum(info.held for info in infos),
                 "goods": sorted(goods.values(), key=lambda good: good.newest.mtime_ns, reverse=True),
-                "incidents": [(one, _goods_of(one, goods)) for one in incidents[:_MAX_INCIDENTS]],
+                "incidents": [
+                    (one, _goods_of(one, goods), verdicts.get(one.snapshot))
+                    for one in incidents[:_MAX_INCIDENTS]
+                ],
                 "alerts": alerts,
                 "actions": [one for one in actions if one.code is None or one.kind in ("restore", "undo")],
-                "verdicts": reading.summaries(ordinary[:8]),
+                "verdicts": verdicts,
                 "changed": lately_changed(
                     self._counts, reading, "1h", most=MAX_PATHS_OF_OVERVIEW, height=110
                 ),
             }
 
         return await self._rendered("overview.html", asked, question)
+
+    def _picture_of(
+        self,
+        infos: Sequence[SnapshotInfo],
+        ordinary: Sequence[SnapshotInfo],
+        verdicts: Mapping[str, DatedCheckpoint],
+    ) -> dict[str, Any]:
+        """Return what the overview draws: the curves as they were read last, or a time line until there are any."""
+        drawn = self._drawn
+        is_fresh = (
+            drawn is not None
+            and drawn.newest == _newest(infos)
+            and (not drawn.numbers.series or time.monotonic() - drawn.at < _PICTURE_SECONDS)
+        )
+        chart = None if drawn is None else chart_of(drawn.numbers, ())
+        return {
+            "chart": chart if chart and chart.curves else None,
+            "line": timeline_of(ordinary[:MAX_MARKS], verdicts),
+            "wants_picture": bool(infos) and not is_fresh,
+        }
+
+    async def _picture(self, asked: Asked) -> Reply:
+        """Answer with the picture of the overview alone, its curves read now: a page need not wait for them."""
+        newest = await self._readers.ask(lambda reading: _newest(reading.infos))
+        try:
+            await self._numbers()
+        except CiuicError as error:
+            # Not again before there is something new.
+            log.warning("numbers_not_drawn", error=error.message)
+            old = TrainingNumbers(series=(), marks=()) if self._drawn is None else self._drawn.numbers
+            self._drawn = _Drawn(newest, time.monotonic(), old)
+
+        def question(reading: Reading) -> dict[str, Any]:
+            infos = reading.infos
+            ordinary = [info for info in infos if not is_safety(info.tags, info.message)]
+            return self._picture_of(infos, ordinary, reading.summaries(ordinary[:MAX_MARKS]))
+
+        return await self._rendered("picture.html", asked, question)
+
+    async def _numbers(self) -> TrainingNumbers:
+        """Read the numbers of trainings, for the next overview as well."""
+        newest = await self._readers.ask(lambda reading: _newest(reading.infos))
+        numbers = decode_json(await self._look(TrainingQuestion()), TrainingNumbers)
+        self._drawn = _Drawn(newest, time.monotonic(), numbers)
+        return numbers
 
     async def _drills(self, asked: Asked) -> Reply:
         status, trouble = await self._status()
@@ -531,7 +599,7 @@ class Front:
 
     async def _training(self, asked: Asked) -> Reply:
         try:
-            numbers = decode_json(await self._look(TrainingQuestion()), TrainingNumbers)
+            numbers = await self._numbers()
         except CiuicError as error:
             return self._page(
                 "training.html", asked.person, {"asked": asked, "trouble": error, "numbers": None}
@@ -733,6 +801,10 @@ class Front:
                     yield b"event: %s\ndata: %s\n\n" % (kind, msgspec.json.encode(progress))
 
 
+def _newest(infos: Sequence[SnapshotInfo]) -> tuple[int, str]:
+    return len(infos), str(infos[0].id) if infos else ""
+
+
 def _piece(reading: Reading, *, text: str, path: bytes, at: int, length: int) -> bytes:
     return reading.file(text, path).read(at, length)
 
@@ -796,7 +868,7 @@ def _templates() -> jinja2.Environment:
         "mode": stat.filemode,
         "steps": _steps,
     }
-    made.globals |= {"ago": _ago}
+    made.globals |= {"ago": _ago, "ago_of": _ago_of, "zone": _zone}
     # Compiled now, and not at the first page of each kind.
     for name in made.list_templates():
         made.get_template(name)
@@ -821,6 +893,19 @@ def _steps(path: bytes) -> list[tuple[bytes, bytes]]:
     """Return (path, name) of each directory above a path, and of the path."""
     parts = [part for part in path.split(b"/") if part]
     return [(b"/" + b"/".join(parts[: at + 1]), part) for at, part in enumerate(parts)]
+
+
+def _ago_of(text: str) -> str:
+    try:
+        return _ago(int(datetime.fromisoformat(text).timestamp() * 10**9))
+    except ValueError:
+        return ""
+
+
+def _zone() -> str:
+    """Return the zone of the times on the page, as ``UTC+02:00``."""
+    offset = time.strftime("%z")
+    return "UTC" if offset == "+0000" else f"UTC{offset[:3]}:{offset[3:]}"
 
 
 def _ago(time_ns: int) -> str:

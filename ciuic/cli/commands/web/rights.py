@@ -40,6 +40,7 @@ ROUTES: Final = {
     ("GET", "/versions"): Right.LOOK,
     ("GET", "/compare"): Right.LOOK,
     ("GET", "/training"): Right.LOOK,
+    ("GET", "/picture"): Right.LOOK,
     ("GET", "/changes"): Right.LOOK,
     ("GET", "/image"): Right.LOOK,
     ("GET", "/download"): Right.LOOK,

@@ -1,6 +1,6 @@
 """Numbers of trainings beside the snapshots: what the files of ``[[watch_number]]`` and the states of `SnapshotManager` say, and the chart of it.
 
-Guarantees: of a file at most `_MAX_FILE_BYTES` are read, of a snapshot the end of it; at most `_MAX_MARKS` snapshots are looked at. What is read
+Guarantees: of a file at most `_MAX_FILE_BYTES` are read, of a snapshot the end of it; at most `MAX_MARKS` snapshots are looked at. What is read
 is hostile: `training_numbers` runs in a process with limits (`look_process`).
 """
 
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any, Final, NamedTuple
 from urllib.parse import quote_from_bytes
 
@@ -17,6 +18,7 @@ from ciuic.cli.commands.web.charts import Axis, Point, axis_of, in_order, lines,
 from ciuic.cli.commands.web.jobs import Mark, NumberSeries, TrainingNumbers
 from ciuic.cli.commands.web.reading import Reading
 from ciuic.cli.shared.contents import as_recorded
+from ciuic.cli.shared.times import NS, local
 from ciuic.errors import CiuicError, NotFound
 from ciuic.history import step_of
 from ciuic.number_files import (
@@ -28,9 +30,10 @@ from ciuic.number_files import (
     open_numbers,
 )
 from ciuic.printable import one_line
-from ciuic.repository import Repository
+from ciuic.repository import Repository, SnapshotInfo
 from ciuic.repository.lookup import find, join
 from ciuic.types import Snapshot, SnapshotId, is_safety
+from ciuic.verdicts.records import DatedCheckpoint
 from ciuic.verdicts.sources import SnapshotFile
 
 _COMPANIONS: Final = ("grad_norm", "train/grad_norm")
@@ -38,16 +41,22 @@ _COMPANIONS: Final = ("grad_norm", "train/grad_norm")
 _MAX_FILE_BYTES: Final = 64 << 20
 _END_BYTES: Final = 64 << 10
 """Of a log in a snapshot, the end that tells the step."""
-_MAX_MARKS: Final = 200
+MAX_MARKS: Final = 200
+"""Snapshots beside the numbers and on the time line."""
 _MAX_SERIES: Final = 12
 WIDTH: Final = 1000
 _LEFT, _RIGHT = 70.0, 930.0
 _TOP, _BOTTOM = 20.0, 260.0
+_TIME_LINE: Final = (40.0, 960.0)
+_TIME_STEPS: Final = tuple(
+    60 * minutes for minutes in (1, 5, 15, 60, 180, 360, 720, 1440, 2880, 10080, 43200, 129600, 525600)
+)
+_MAX_TIME_TICKS: Final = 8
 
 
 def training_numbers(reading: Reading) -> TrainingNumbers:
     """Return the numbers and the snapshots that belong beside them."""
-    infos = [info for info in reading.infos if not is_safety(info.tags, info.message)][:_MAX_MARKS]
+    infos = [info for info in reading.infos if not is_safety(info.tags, info.message)][:MAX_MARKS]
     summaries = reading.summaries(infos)
     watched = list(dict.fromkeys((one.file, one.key) for one in _watched(reading)))
     series = [one for file, key in watched for one in _of_file(reading, file, key)]
@@ -221,6 +230,15 @@ class Flag(NamedTuple):
     """The snapshot before, if it has a checkpoint as well or neither has."""
 
 
+class TimeLine(NamedTuple):
+    """Snapshots on an axis of time."""
+
+    flags: list[tuple[float, SnapshotInfo, str]]
+    """(coordinate, snapshot, verdict on its newest checkpoint or empty), oldest first."""
+    ticks: list[tuple[float, str]]
+    """(coordinate, local time)."""
+
+
 class Chart(NamedTuple):
     """Curves over the steps, and the snapshots below them."""
 
@@ -270,6 +288,33 @@ def chart_of(numbers: TrainingNumbers, chosen: Sequence[str]) -> Chart:
         [(x.at(tick), tick) for tick in x.ticks(10)],
         _ticks(axes[0]) if first else [],
         _ticks(axes[1]) if second else [],
+    )
+
+
+def timeline_of(infos: Sequence[SnapshotInfo], verdicts: Mapping[str, DatedCheckpoint]) -> TimeLine:
+    """Return the time line of snapshots, which come newest first."""
+    times = [info.time_ns / NS for info in infos]
+    if times and max(times) - min(times) < _TIME_STEPS[0]:
+        times = [times[0] - _TIME_STEPS[2], times[0] + _TIME_STEPS[2]]
+    axis = axis_of(times, *_TIME_LINE)
+    # Local midnights and round hours: offsets of zones are whole quarters of an hour.
+    offset = local(int(axis.low) * NS).utcoffset() or timedelta()
+    shift = offset.total_seconds()
+    step = next((step for step in _TIME_STEPS if (axis.high - axis.low) / step <= _MAX_TIME_TICKS), math.inf)
+    first = math.ceil((axis.low + shift) / step) if math.isfinite(step) else 1
+    last = math.floor((axis.high + shift) / step) if math.isfinite(step) else 0
+    form = "%Y-%m-%d" if step >= 86400 else "%m-%d %H:%M" if axis.high - axis.low > 43200 else "%H:%M"
+    ticks = [at * step - shift for at in range(first, last + 1)] or [axis.low, axis.high]
+    return TimeLine(
+        [
+            (
+                axis.at(info.time_ns / NS),
+                info,
+                "" if (newest := verdicts.get(str(info.id))) is None else newest.checkpoint.verdict.state,
+            )
+            for info in reversed(infos)
+        ],
+        [(axis.at(tick), local(int(tick) * NS).strftime(form)) for tick in ticks],
     )
 
 

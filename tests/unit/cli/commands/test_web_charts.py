@@ -9,6 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ciuic.cli.commands.web.charts import axis_of, in_order, lines, thinned, treemap
+from ciuic.cli.commands.web.training import timeline_of
+from ciuic.repository import SnapshotInfo
+from ciuic.types import SnapshotId
 
 _NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
 _POINTS = st.lists(
@@ -95,3 +98,35 @@ def test_a_treemap_fills_its_box(sizes: list[float]) -> None:
             across = min(one.left + one.width, other.left + other.width) - max(one.left, other.left)
             down = min(one.top + one.height, other.top + other.height) - max(one.top, other.top)
             assert across <= 1e-6 or down <= 1e-6
+
+
+_TIMES = st.integers(-(2**63), 2**63 - 1) | st.integers(1_700_000_000, 1_700_200_000).map(
+    lambda seconds: seconds * 10**9
+)
+
+
+@given(st.lists(_TIMES, max_size=30))
+def test_a_time_line_has_all_snapshots_in_order(times: list[int]) -> None:
+    """Each snapshot has a place in the box, older ones to the left, over a few ticks, whatever its clock said."""
+    infos = [
+        SnapshotInfo(id=SnapshotId("cs-abcdef"), time_ns=one, size_bytes=0, new_bytes=0, files=0)
+        for one in sorted(times, reverse=True)
+    ]
+    line = timeline_of(infos, {})
+    assert [info.time_ns for _, info, _ in line.flags] == sorted(times)
+    places = [at for at, _, _ in line.flags]
+    assert places == sorted(places)
+    assert all(0 <= at <= 1000 for at in [*places, *(at for at, _ in line.ticks)])
+    assert 1 <= len(line.ticks) <= 12
+
+
+def test_ticks_of_a_time_line_are_round() -> None:
+    """Over a day they are hours."""
+    begin = 1_700_000_000 // 3600 * 3600
+    infos = [
+        SnapshotInfo(id=SnapshotId("cs-abcdef"), time_ns=one * 10**9, size_bytes=0, new_bytes=0, files=0)
+        for one in (begin + 80_000, begin)
+    ]
+    labels = [label for _, label in timeline_of(infos, {}).ticks]
+    assert len(labels) > 3
+    assert all(label.endswith(":00") for label in labels)

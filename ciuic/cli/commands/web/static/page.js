@@ -57,7 +57,19 @@
         if (again) again.focus();
       }
       told.textContent = "live";
+      draw();
     } catch (error) { told.textContent = "the page's server does not answer"; later(5000); }
+  };
+  // The curves take longer than a page may: they come after it.
+  const draw = async () => {
+    if (!document.querySelector("#picture[data-wanted]")) return;
+    try {
+      const answer = await fetch("/picture", { credentials: "same-origin" });
+      if (!answer.ok) return;
+      const fresh = new DOMParser().parseFromString(await answer.text(), "text/html").getElementById("picture");
+      const old = document.getElementById("picture");
+      if (old && fresh) merge(old, fresh);
+    } catch (error) { /* the next refresh draws it */ }
   };
   const later = (ms) => { if (!waiting) waiting = setTimeout(refresh, ms); };
   const events = new EventSource("/events");
@@ -65,5 +77,6 @@
   events.addEventListener("reset", () => later(0));
   events.addEventListener("hello", () => { told.textContent = "live"; });
   events.onerror = () => { told.textContent = "the page's server does not answer"; };
+  draw();
   setInterval(() => later(0), 20000);
 })();
