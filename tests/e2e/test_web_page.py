@@ -252,26 +252,58 @@ def test_what_fails_says_why_and_how_to_go_back(page: WebPage, site: Site) -> No
     form = {"csrf": page.ask("/").csrf, "kind": "restore", "typed": "data"}
     answer = page.ask(f"/act?{place(root, id_)}", form)
 
-    def restore() -> list[int]:
-        found = []
-        for name in os.listdir("/proc"):
-            with suppress(OSError):
-                if name.isdigit() and f"--path={root}".encode() in Path(f"/proc/{name}/cmdline").read_bytes():
-                    found.append(int(name))
-        return found
-
     until(
         "the restore",
-        lambda: bool(restore()) or "data-action" not in page.ask(answer.headers["location"]).text,
+        lambda: bool(_restores(root)) or "data-action" not in page.ask(answer.headers["location"]).text,
     )
-    until("its safety snapshot", lambda: safety_snapshots() > before or not restore())
-    for pid in restore():
+    until("its safety snapshot", lambda: safety_snapshots() > before or not _restores(root))
+    for pid in _restores(root):
         os.kill(pid, signal.SIGKILL)
     ended_page = page.follow(answer)
     assert "was ended by signal 9" in ended_page.text or "is done" in ended_page.text
     safety = ended_page.text.partition('action="/act?s=')[2].partition("&")[0]
     assert "is done" in page.act("undo", f"s={safety}").text
     assert (root / "large").stat().st_size == 1
+
+
+def _restores(root: Path) -> list[int]:
+    """Return the processes that restore a root."""
+    found = []
+    for name in os.listdir("/proc"):
+        with suppress(OSError):
+            if name.isdigit() and f"--path={root}".encode() in Path(f"/proc/{name}/cmdline").read_bytes():
+                found.append(int(name))
+    return found
+
+
+def test_what_runs_is_on_every_page_and_can_be_stopped(page: WebPage, site: Site) -> None:
+    """A restore under way is shown on each page, and ended by its button as ^C ends it; the log says who wanted that."""
+    root = site.roots[0]
+    (root / "large").write_bytes(random.Random(2).randbytes(64 << 20))
+    id_ = site.snapshot()
+    os.truncate(root / "large", 1)
+    form = {"csrf": page.ask("/").csrf, "kind": "restore", "typed": "data"}
+    answer = page.ask(f"/act?{place(root, id_)}", form)
+    number = answer.headers["location"].rpartition("=")[2]
+    until("the restore", lambda: bool(_restores(root)))
+    for pid in _restores(root):
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        for target in ("/", "/snapshots", "/files", "/drills", "/log"):
+            assert f'data-running="{number}"' in page.ask(target).text
+        stopped = page.ask(f"/act?n={number}", {"csrf": form["csrf"], "kind": "stop"})
+        assert stopped.headers["location"].endswith(number)
+    finally:
+        for pid in _restores(root):
+            os.kill(pid, signal.SIGCONT)
+    ended_page = page.follow(answer)
+    assert "exit code 130" in ended_page.text or "ended by signal 2" in ended_page.text
+    assert "It was not carried out whole" in ended_page.text
+    assert "data-running" not in page.ask("/files").text
+    assert "to be stopped" in page.ask("/log").text
+    # Of one that has ended nothing can be stopped, of one that never was neither.
+    assert page.act("stop", f"n={number}").status == 200
+    assert page.ask("/act?n=77", {"csrf": form["csrf"], "kind": "stop"}).status == 400
 
 
 def test_a_large_plan_is_shown(page: WebPage, site: Site) -> None:

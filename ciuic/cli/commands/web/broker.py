@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import signal
 import subprocess
 import time
 from collections.abc import AsyncGenerator
@@ -40,7 +41,7 @@ from ciuic.system.disk import Disk
 from ciuic.system.shell_quoting import word
 from ciuic.types import SnapshotId
 
-Kind = Literal["plan", "restore", "undo", "snapshot", "hold", "release", "forget"]
+Kind = Literal["plan", "restore", "undo", "snapshot", "hold", "release", "forget", "stop"]
 CHANGES: Final = frozenset({"restore", "undo", "snapshot", "hold", "release", "forget"})
 """Actions that change something, and are in the log."""
 _MAX_ACTIONS: Final = 8
@@ -72,6 +73,8 @@ class Order(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     message: str = ""
     typed: str = ""
     """Confirmation that the person typed (`to_be_typed`)."""
+    action: int = 0
+    """Number of the action to stop."""
     last_good: bool = False
     """Plan only: use the newest snapshot whose newest checkpoint below the path is GOOD, instead of ``snapshot``."""
 
@@ -165,7 +168,9 @@ def words_of(order: Order) -> list[str | bytes]:
         return ["hold", id_, f"--message={order.message or f'by {order.who}'}", "--json"]
     if order.kind == "release":
         return ["release", id_, "--json"]
-    return ["forget", id_, "--yes", "--json"]
+    if order.kind == "forget":
+        return ["forget", id_, "--yes", "--json"]
+    raise UsageError(f"{order.kind} is no command")
 
 
 def to_be_typed(order: Order) -> str:
@@ -234,7 +239,32 @@ class Progress(msgspec.Struct, kw_only=True):
     said: str = ""
     """Text of its stderr, without progress."""
     began_ns: int = 0
-    """When it began."""
+    ended_ns: int = 0
+    """0 while it runs."""
+
+    @property
+    def share(self) -> float | None:
+        """Part that is done, of the bytes; None while it is not known."""
+        done, total = self._number("bytes_done"), self._number("bytes_total")
+        return min(1.0, done / total) if total > 0 else None
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Mean rate since it began."""
+        seconds = self._number("elapsed_seconds")
+        return self._number("bytes_done") / seconds if seconds > 0 else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Time that the rest takes at this rate; None while that is not known."""
+        left = self._number("seconds_left")
+        if left or not self.share:
+            return left or None
+        return self._number("elapsed_seconds") * (1 - self.share) / self.share
+
+    def _number(self, key: str) -> float:
+        value = self.state.get(key)
+        return float(value) if isinstance(value, int | float) and 0 <= value < 2**63 else 0.0
 
 
 class Action:
@@ -242,6 +272,7 @@ class Action:
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
+        self.process: trio.Process | None = None
         self._changed = trio.Event()
 
     def summary(self) -> Progress:
@@ -352,6 +383,8 @@ class Broker:
             raise UsageError(f"the order cannot be read: {error}") from error
         # A proxy alone says who calls.
         order.who = self._grants.check(order.grant, ACTIONS[order.kind]).name or order.who
+        if order.kind == "stop":
+            return await self._stop(order)
         words = words_of(order)
         if order.kind in CHANGES and not self._may_act:
             raise NotPermitted(
@@ -382,11 +415,27 @@ class Broker:
         self._nursery.start_soon(self._run, action, words)
         return action
 
-    def _note(self, action: Action, outcome: str) -> None:
+    async def _stop(self, order: Order) -> Action:
+        """Interrupt an action, as ^C does in a terminal; what has ended stays as it is."""
+        action = self._actions.get(order.action)
+        if action is None:
+            raise UsageError(f"there is no action {order.action}")
+        self._grants.check(order.grant, ACTIONS[action.progress.kind])
+        if action.progress.code is None and action.process is not None:
+            if action.progress.kind in CHANGES:
+                await trio.to_thread.run_sync(self._note, action, "to be stopped", order.who)
+            action.process.send_signal(signal.SIGINT)
+        return action
+
+    def _note(self, action: Action, outcome: str, who: str = "") -> None:
         one = action.progress
         self._log.add(
             LogLine(
-                time=rfc3339(time.time_ns()), who=one.who, what=one.words, action=one.action, outcome=outcome
+                time=rfc3339(time.time_ns()),
+                who=who or one.who,
+                what=one.words,
+                action=one.action,
+                outcome=outcome,
             )
         )
 
@@ -403,6 +452,7 @@ class Broker:
                 cwd="/",
                 start_new_session=True,
             )
+            action.process = process
             async with trio.open_nursery() as reading:
                 reading.start_soon(_collect, process.stdout, out)
                 reading.start_soon(self._follow, process.stderr, action, said)
@@ -414,7 +464,7 @@ class Broker:
             progress.document = _shortened(decode_json(bytes(out), dict[str, Any])) if out else None
         except (msgspec.DecodeError, UnicodeDecodeError):
             progress.document = None
-        progress.code = code
+        progress.code, progress.ended_ns = code, time.time_ns()
         if progress.kind in CHANGES:
             try:
                 await trio.to_thread.run_sync(self._note, action, "done" if not code else f"exit code {code}")

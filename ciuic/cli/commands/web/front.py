@@ -99,6 +99,10 @@ _HEADERS: Final = (
 _NOT_KEPT: Final = ("cache-control", "no-store")
 _MAX_FIELDS: Final = 50
 _INCIDENT_SECONDS: Final = 24 * 3600
+_WITHOUT_ACTIONS: Final = frozenset({"/image", "/download", "/picture", "/events", "/action/events"})
+_MAX_ACTIONS: Final = 5
+_ENDED_SECONDS: Final = 3600
+"""Time for which every page offers to take a restore back."""
 _PICTURE_SECONDS: Final = 60.0
 """Age at which the curves of an overview that is open are read again; they are at once when there is a new snapshot."""
 log = structlog.get_logger(__name__)
@@ -111,6 +115,8 @@ class Asked(NamedTuple):
     person: Person
     fields: dict[str, str]
     """Fields of the query or the form; bytes that are not UTF-8 are surrogates."""
+    actions: list[Progress]
+    """What runs, and restores that ended not long ago, newest first."""
 
     def get(self, name: str) -> str:
         """Return a field as it was; empty if it is missing.
@@ -249,13 +255,15 @@ class Front:
         if person is None:
             return self._page("login.html", None, {"token": ""}, 401)
         handler = self._routes.get((method, request.path))
-        asked = Asked(request, person, _fields(request))
+        asked = Asked(request, person, _fields(request), [])
         needed = needed_right(method, request.path, asked.get("kind"))
         if handler is None or needed is None:
             raise NotFound("there is no such page", hint="the pages are in the menu above")
         self._admission.check(person.right, needed)
         if method == "POST":
             self._access.check_form(person, asked.fields.get("csrf", ""))
+        if method == "GET" and request.path not in _WITHOUT_ACTIONS:
+            asked = asked._replace(actions=_current(await self._actions()))
         return await handler(asked)
 
     async def _failure(self, request: Request, error: CiuicError) -> Reply:
@@ -344,7 +352,6 @@ class Front:
 
     async def _overview(self, asked: Asked) -> Reply:
         status, trouble = await self._status()
-        actions = await self._actions()
 
         def question(reading: Reading) -> dict[str, Any]:
             infos = reading.infos
@@ -375,7 +382,6 @@ class Front:
                     for one in incidents[:_MAX_INCIDENTS]
                 ],
                 "alerts": alerts,
-                "actions": [one for one in actions if one.code is None or one.kind in ("restore", "undo")],
                 "verdicts": verdicts,
                 "changed": lately_changed(
                     self._counts, reading, "1h", most=MAX_PATHS_OF_OVERVIEW, height=110
@@ -699,6 +705,7 @@ class Front:
                     "dest": quote_from_bytes(asked.path("dest")) if asked.get("dest") else "",
                     "message": asked.get("message"),
                     "typed": asked.get("typed"),
+                    "action": asked.number("n"),
                     "last_good": kind == "plan" and bool(asked.get("good")),
                 },
                 Order,
@@ -763,7 +770,7 @@ class Front:
     async def _act(self, asked: Asked) -> Reply:
         """Begin an action that changes something."""
         kind = asked.get("kind")
-        if kind not in CHANGES:
+        if kind not in CHANGES and kind != "stop":
             raise UsageError("there is no such action")
         begun = await self._begin(self._order(asked, kind))
         return Reply(303, headers=(("location", f"/action?n={begun.action}"),))
@@ -799,6 +806,16 @@ class Front:
                 async for progress in states:
                     kind = b"progress" if progress.code is None else b"end"
                     yield b"event: %s\ndata: %s\n\n" % (kind, msgspec.json.encode(progress))
+
+
+def _current(actions: Sequence[Progress]) -> list[Progress]:
+    since = time.time_ns() - _ENDED_SECONDS * 10**9
+    chosen = [
+        one
+        for one in actions
+        if one.code is None or (one.kind in ("restore", "undo") and one.ended_ns >= since)
+    ]
+    return sorted(chosen, key=lambda one: one.code is not None)[:_MAX_ACTIONS]
 
 
 def _newest(infos: Sequence[SnapshotInfo]) -> tuple[int, str]:

@@ -63,6 +63,8 @@ ACTIONS: Final = {
     "plan": Right.RESTORE,
     "restore": Right.RESTORE,
     "undo": Right.RESTORE,
+    # At least; it needs what the action does that it ends.
+    "stop": Right.RESTORE,
     "snapshot": Right.DECIDE,
     "hold": Right.DECIDE,
     "release": Right.DECIDE,

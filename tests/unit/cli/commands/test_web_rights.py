@@ -37,7 +37,11 @@ class _Page:
     def __init__(self, admission: Admission = _NAMED) -> None:
         self.access = Access()
         self.grants = Grants(admission)
-        nothing: Any = SimpleNamespace()
+
+        async def no_actions(path: str) -> bytes:
+            return b"[]"
+
+        nothing: Any = SimpleNamespace(ask=no_actions)
         self.front = Front(
             self.access, nothing, nothing, nothing, admission=admission, may_act=True, host="h"
         )
@@ -154,8 +158,13 @@ def test_the_broker_decides_by_the_grant(tmp_path: Path) -> None:
                 return reply.status
 
             for kind, needed in ACTIONS.items():
+                # There is no action of the number 0.
+                done = 400 if kind == "stop" else 202
                 for right in Right:
-                    assert await status_of(order(kind, right)) == (202 if right >= needed else 403), kind
+                    assert await status_of(order(kind, right)) == (done if right >= needed else 403), kind
+                # What stops an action needs what the action does.
+                last = msgspec.structs.replace(order("stop", Right.RESTORE), action=max(asked._actions))
+                assert await status_of(last) == (202 if ACTIONS[kind] <= Right.RESTORE else 403), kind
             for kind in TYPED:
                 untyped = msgspec.structs.replace(order(kind, Right.DECIDE), typed="other")
                 assert await status_of(untyped) == 400

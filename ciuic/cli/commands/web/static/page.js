@@ -2,20 +2,21 @@
 // Everything works without this file: it keeps open pages fresh and shows progress. Text is only ever put in as text.
 (() => {
   const told = document.getElementById("live");
+  const follow = (number, change, end) => {
+    const events = new EventSource("/action/events?n=" + encodeURIComponent(number));
+    events.addEventListener("progress", (event) => change(JSON.parse(event.data).state));
+    events.addEventListener("end", () => { events.close(); end(); });
+  };
+  const fill = (bar, state) => { if (bar && state.bytes_total) { bar.max = state.bytes_total; bar.value = state.bytes_done; } };
   const action = document.getElementById("action");
   if (action) {
-    const bar = action.querySelector("progress");
     const text = document.getElementById("action-text");
-    const events = new EventSource("/action/events?n=" + encodeURIComponent(action.dataset.action));
-    events.addEventListener("progress", (event) => {
-      const state = JSON.parse(event.data).state;
-      if (state.bytes_total) { bar.max = state.bytes_total; bar.value = state.bytes_done; }
+    follow(action.dataset.action, (state) => {
+      fill(action.querySelector("progress"), state);
       if (state.files_total) text.textContent = `${state.files_done} of ${state.files_total} files. It goes on when this page is closed.`;
-    });
-    events.addEventListener("end", () => { events.close(); location.reload(); });
+    }, () => location.reload());
     return;
   }
-  if (!("live" in document.body.dataset)) return;
   let waiting = 0;
   // A form is left alone while somebody is at it: it has the focus, or a field is not as the page came.
   const touched = (form) => form.contains(document.activeElement) || [...form.elements].some((field) =>
@@ -23,6 +24,15 @@
       : field.options ? [...field.options].some((option) => option.selected !== option.defaultSelected) && field.selectedIndex > 0
         : "defaultValue" in field && field.value !== field.defaultValue);
   const anyTouched = () => [...document.forms].some(touched);
+  const isLive = "live" in document.body.dataset;
+  // A browser has few connections to one host.
+  for (const one of [...document.querySelectorAll("[data-running]")].slice(0, 2)) {
+    const number = one.dataset.running;
+    follow(number, (state) => fill(document.querySelector(`[data-running="${number}"] progress`), state), () => {
+      if (isLive) later(0); else if (!anyTouched()) location.reload();
+    });
+  }
+  if (!isLive) return;
   // Only what is different is replaced, so that focus, selection and scrolling stay where they are.
   const merge = (old, fresh) => {
     if (old.isEqualNode(fresh)) return;
