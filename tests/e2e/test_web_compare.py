@@ -112,7 +112,7 @@ def test_what_cannot_be_compared_says_why(page: WebPage, site: Site, both: tuple
         f"/compare?a={old}&b={new}&{place(site.roots[0] / 'binary')}&o={site.roots[0]}/nowhere"
     )
     assert missing.status == 404
-    assert "choose a snapshot" in page.ask("/compare").text
+    assert f'name="b" value="{new}"' in page.ask("/compare").text
 
 
 def test_tensors_of_a_file_are_read_in_a_process_of_their_own(page: WebPage, site: Site) -> None:

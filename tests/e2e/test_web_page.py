@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import datetime, timedelta
 from pathlib import Path
 from urllib.parse import quote
 
@@ -304,6 +306,21 @@ def test_what_runs_is_on_every_page_and_can_be_stopped(page: WebPage, site: Site
     # Of one that has ended nothing can be stopped, of one that never was neither.
     assert page.act("stop", f"n={number}").status == 200
     assert page.ask("/act?n=77", {"csrf": form["csrf"], "kind": "stop"}).status == 400
+
+
+def test_snapshots_are_found_by_time_and_stepped_through(page: WebPage, site: Site) -> None:
+    """The list begins at a day, or has those of a verdict alone; a path leads to the snapshots beside the one that is shown."""
+    path = site.roots[0] / "config.yaml"
+    ids = [site.snapshot(), site.snapshot(), site.snapshot()]
+    tomorrow = datetime.now().astimezone() + timedelta(days=1)
+    for target in ("/snapshots", f"/snapshots?day={tomorrow:%Y-%m-%d}"):
+        assert all(f"s={one}" in page.ask(target).text for one in ids)
+    assert not any(one in page.ask("/snapshots?day=2020-01-01").text for one in ids)
+    assert not any(one in page.ask("/snapshots?verdict=TORN").text for one in ids)
+    assert page.ask("/snapshots?day=never").status == 400
+    middle = page.ask(f"/files?{place(path, ids[1])}").text
+    beside = re.findall(r'href="/files\?s=([^&]*)&amp;[^"]*" rel="(prev|next)"', middle)
+    assert beside == [(ids[0], "prev"), (ids[2], "next")]
 
 
 def test_a_large_plan_is_shown(page: WebPage, site: Site) -> None:

@@ -88,8 +88,9 @@ def test_a_directory_and_the_beginning_of_names_come_back(path: bytes, start: by
     listing = SimpleNamespace(snapshot=_SNAPSHOT, entry=None, entries=[], after=None)
     asked = _asked(f"s=latest&start={quote_from_bytes(start)}")
     back = _sent_back(
-        "files.html", "/files", asked=asked, path=path, listing=listing, versions=None, lines=None
-    )
+        "files.html", "/files", asked=asked, path=path, listing=listing, versions=None, lines=None,
+        older=None, newer=None, judged={},
+    )  # fmt: skip
     assert back.get("s") == "latest"
     assert back.path() == path
     assert back.get("start").encode("utf-8", "surrogateescape") == start
@@ -117,20 +118,19 @@ def test_the_destination_of_a_plan_comes_back(path: bytes, dest: bytes) -> None:
 @given(text=_NAMES, root=_PATHS, tag=st.text(min_size=1), host=st.text(min_size=1))
 def test_filters_come_back(text: bytes, root: bytes, tag: str, host: str) -> None:
     """The filters of the snapshots are those that they were; none is none."""
-    query = urlencode({"q": text, "root": root, "tag": tag, "h": host}, errors="surrogatepass")
+    chosen = {"q": text, "root": root, "tag": tag, "h": host, "verdict": "TORN", "day": "2026-11-29"}
+    query = urlencode(chosen, errors="surrogatepass")
     values = {"infos": [], "verdicts": {}, "start": 0, "rows": 100, "count": 0}
     choices = {"tags": ["other", tag], "roots": [b"/other", root], "hosts": ["other", host]}
     for asked in (_asked(query), _asked("")):
         back = _sent_back("snapshots.html", "/snapshots", asked=asked, **values, **choices)
-        assert [back.get(name) for name in ("q", "root", "tag", "h")] == [
-            asked.get(name) for name in ("q", "root", "tag", "h")
-        ]
+        assert [back.get(name) for name in chosen] == [asked.get(name) for name in chosen]
 
 
 @given(path=_PATHS)
 def test_the_path_of_a_comparison_comes_back(path: bytes) -> None:
     """Other snapshots are compared at the same path."""
-    values = {"found": None, "infos": [], "difference": None, "trouble": None}
+    values = {"found": None, "infos": [], "verdicts": {}, "difference": None, "trouble": None}
     assert _sent_back("compare.html", "/compare", asked=_asked(""), path=path, **values).path() == path
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
 from typing import Final, NamedTuple
 from urllib.parse import unquote_to_bytes
 
@@ -22,7 +21,7 @@ from ciuic.cli.shared.contents import as_recorded
 from ciuic.compare.diff import PathChange, diff_snapshots
 from ciuic.errors import NotFound
 from ciuic.printable import one_line
-from ciuic.repository import Repository, SnapshotInfo
+from ciuic.repository import Repository
 from ciuic.repository.lookup import Located, find
 from ciuic.types import Entry, Snapshot
 from ciuic.verdicts.sources import SnapshotFile
@@ -30,8 +29,6 @@ from ciuic.verdicts.verdict import SUFFIXES
 
 MAX_CHANGES: Final = 500
 MAX_TENSORS: Final = 500
-_MAX_CHOICE: Final = 1000
-"""Snapshots that the form offers."""
 
 
 class Comparison(NamedTuple):
@@ -60,11 +57,6 @@ class Comparison(NamedTuple):
         if self.before is None or self.after is None or not (self.changes or self.has_other_name):
             return False
         return (self.before.is_file and self.after.is_file) or (self.before.is_dir and self.after.is_dir)
-
-
-def choices(infos: Sequence[SnapshotInfo]) -> list[SnapshotInfo]:
-    """Return the snapshots that the form offers, newest first."""
-    return list(infos[:_MAX_CHOICE])
 
 
 def compared(

@@ -9,6 +9,7 @@ References: Content Security Policy Level 3; RFC 6266 (Content-Disposition); WCA
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import posixpath
 import stat
@@ -46,7 +47,7 @@ from ciuic.cli.commands.web.changes import (
     ChangeCounts,
     lately_changed,
 )
-from ciuic.cli.commands.web.comparing import MAX_CHANGES, choices, compared
+from ciuic.cli.commands.web.comparing import MAX_CHANGES, compared
 from ciuic.cli.commands.web.jobs import (
     CompareQuestion,
     Difference,
@@ -99,6 +100,8 @@ _HEADERS: Final = (
 _NOT_KEPT: Final = ("cache-control", "no-store")
 _MAX_FIELDS: Final = 50
 _INCIDENT_SECONDS: Final = 24 * 3600
+_COMPRESSED: Final = frozenset({"/picture", "/training"})
+"""Pages with curves. Nothing that an asker chooses stands on them beside the token of forms, whose bytes sizes would tell."""
 _WITHOUT_ACTIONS: Final = frozenset({"/image", "/download", "/picture", "/events", "/action/events"})
 _MAX_ACTIONS: Final = 5
 _ENDED_SECONDS: Final = 3600
@@ -115,7 +118,7 @@ class Asked(NamedTuple):
     person: Person
     fields: dict[str, str]
     """Fields of the query or the form; bytes that are not UTF-8 are surrogates."""
-    actions: list[Progress]
+    actions: Sequence[Progress] = ()
     """What runs, and restores that ended not long ago, newest first."""
 
     def get(self, name: str) -> str:
@@ -235,6 +238,14 @@ class Front:
             reply = await self._failure(
                 request, CiuicError("internal error", hint="the log of ciuic-web has the details")
             )
+        if (
+            request.path in _COMPRESSED
+            and isinstance(reply.body, bytes)
+            and "gzip" in request.headers.get("accept-encoding", "")
+        ):
+            reply = reply._replace(
+                body=gzip.compress(reply.body, 5), headers=(*reply.headers, ("content-encoding", "gzip"))
+            )
         kept = () if any(name == "cache-control" for name, _ in reply.headers) else (_NOT_KEPT,)
         own = {name for name, _ in reply.headers}
         more = tuple(header for header in _HEADERS if header[0] not in own)
@@ -255,7 +266,7 @@ class Front:
         if person is None:
             return self._page("login.html", None, {"token": ""}, 401)
         handler = self._routes.get((method, request.path))
-        asked = Asked(request, person, _fields(request), [])
+        asked = Asked(request, person, _fields(request))
         needed = needed_right(method, request.path, asked.get("kind"))
         if handler is None or needed is None:
             raise NotFound("there is no such page", hint="the pages are in the menu above")
@@ -475,7 +486,17 @@ class Front:
                 and (not asked.get("h") or info.host == asked.get("h"))
                 and (not text or text in f"{info.id} {info.message} {info.host}".casefold())
             ]
+            if verdict := asked.get("verdict"):
+                judged = reading.summaries(chosen)
+                chosen = [
+                    info
+                    for info in chosen
+                    if (one := judged.get(str(info.id))) and one.checkpoint.verdict.state == verdict
+                ]
             start = asked.number("from")
+            if day := asked.get("day"):
+                until_ns = times.parse_when(day, time.time_ns(), end_of_period=True)
+                start = next((at for at, one in enumerate(chosen) if one.time_ns <= until_ns), len(chosen))
             return {
                 "infos": chosen[start : start + _PAGE_ROWS],
                 "verdicts": reading.summaries(chosen[start : start + _PAGE_ROWS]),
@@ -516,6 +537,12 @@ class Front:
             values: dict[str, Any] = {
                 "path": found.path,
                 "listing": found,
+                "older": reading.before(found.snapshot),
+                "newer": reading.after(found.snapshot),
+                "judged": {
+                    one.checkpoint.path: one.checkpoint.verdict.state
+                    for one in reading.stored_checkpoints(found.snapshot)
+                },
                 "versions": None,
                 "lines": None,
                 "trouble": trouble,
@@ -572,7 +599,8 @@ class Front:
                 asked,
                 lambda reading: {
                     "found": None,
-                    "infos": choices(reading.infos),
+                    "infos": (infos := reading.infos[:_PAGE_ROWS]),
+                    "verdicts": reading.summaries(infos),
                     "path": path,
                     "difference": None,
                 },
@@ -599,9 +627,7 @@ class Front:
             "most": MAX_CHANGES,
             "command": f"ciuic diff --tensors {found.old.id} {found.new.id} -p {word(found.path)}",
         }
-        return await self._rendered(
-            "compare.html", asked, lambda reading: {**values, "infos": choices(reading.infos)}
-        )
+        return await self._rendered("compare.html", asked, lambda reading: values)
 
     async def _training(self, asked: Asked) -> Reply:
         try:

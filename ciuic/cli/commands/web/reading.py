@@ -11,7 +11,7 @@ import posixpath
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import click
@@ -275,16 +275,22 @@ class Reading:
 
     def before(self, snapshot: Snapshot) -> SnapshotInfo | None:
         """Return the snapshot before one: of the same host, with one of its roots, and no safety snapshot; None for the first."""
+        return max(self._beside(snapshot, -1), key=lambda info: info.time_ns, default=None)
+
+    def after(self, snapshot: Snapshot) -> SnapshotInfo | None:
+        """Return the snapshot after one, as `before`; None for the newest."""
+        return min(self._beside(snapshot, 1), key=lambda info: info.time_ns, default=None)
+
+    def _beside(self, snapshot: Snapshot, sign: int) -> Iterator[SnapshotInfo]:
         roots = {root.path for root in snapshot.roots}
-        older = (
+        return (
             info
             for info in self.infos
-            if info.time_ns < snapshot.time_ns
+            if (info.time_ns - snapshot.time_ns) * sign > 0
             and info.host == snapshot.host
             and not roots.isdisjoint(info.roots)
             and _is_ordinary(info)
         )
-        return max(older, key=lambda info: info.time_ns, default=None)
 
     def listing(self, text: str, path: bytes, after: bytes = b"", start: bytes = b"") -> Listing:
         """Return a page of the names in a directory, as of a snapshot.
