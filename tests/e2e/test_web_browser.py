@@ -264,6 +264,8 @@ def test_names_are_text_everywhere(browser: Browser, server: WebPage, site: Site
         page = visitor.page
         visitor.go(compare)
         _is_text(visitor, *map(one_line, _NAMES))
+        visitor.go("/find?pattern=*")
+        _is_text(visitor, *map(one_line, _NAMES))
         visitor.go("/changes")
         _is_text(visitor, *(one_line(name) if len(name) < 255 else "data" for name in _NAMES))
         for name in _NAMES:

@@ -323,6 +323,23 @@ def test_snapshots_are_found_by_time_and_stepped_through(page: WebPage, site: Si
     assert beside == [(ids[0], "prev"), (ids[2], "next")]
 
 
+def test_names_are_found_in_all_snapshots(page: WebPage, site: Site) -> None:
+    """A search has what is there and what was deleted, each with the snapshot that had it last; a bad pattern is refused."""
+    root = site.roots[0]
+    (root / "gone.pt").write_text("weights")
+    last = site.snapshot()
+    (root / "gone.pt").unlink()
+    site.snapshot()
+    for target in ("/find?pattern=*.pt", "/find?pattern=gone.*&deleted=1"):
+        text = page.ask(target).text
+        assert href(text, "/files") == f"/files?{place(root / 'gone.pt', last)}"
+        assert "deleted</span>" in text
+    assert "config.yaml" in page.ask("/find?pattern=config.*").text
+    assert "0 paths" in page.ask("/find?pattern=config.*&deleted=1").text
+    assert "finds nothing" in page.ask("/find?pattern=/").text
+    assert page.ask("/find").status == page.ask("/find?pattern=%FF").status == 200
+
+
 def test_a_large_plan_is_shown(page: WebPage, site: Site) -> None:
     """Of a plan over many files, those are shown that would change, and how many; one that cannot be shown lets nothing be pressed."""
     root = site.roots[0]

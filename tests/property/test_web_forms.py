@@ -96,6 +96,15 @@ def test_a_directory_and_the_beginning_of_names_come_back(path: bytes, start: by
     assert back.get("start").encode("utf-8", "surrogateescape") == start
 
 
+@given(pattern=_NAMES)
+def test_a_pattern_comes_back(pattern: bytes) -> None:
+    """A search can be repeated as it was."""
+    asked = _asked(f"pattern={quote_from_bytes(pattern)}&deleted=1")
+    back = _sent_back("find.html", "/find", asked=asked, found=None, trouble=None)
+    assert back.get("pattern").encode("utf-8", "surrogateescape") == pattern
+    assert back.get("deleted") == "1"
+
+
 @given(path=_PATHS, dest=_PATHS)
 def test_the_destination_of_a_plan_comes_back(path: bytes, dest: bytes) -> None:
     """What is restored is what the plan was made for, and where to."""

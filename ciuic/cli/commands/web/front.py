@@ -20,7 +20,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
-from urllib.parse import parse_qsl, quote, quote_from_bytes, unquote, urlencode
+from urllib.parse import parse_qsl, quote, quote_from_bytes, unquote, unquote_to_bytes, urlencode
 
 import jinja2
 import msgspec
@@ -51,6 +51,8 @@ from ciuic.cli.commands.web.comparing import MAX_CHANGES, compared
 from ciuic.cli.commands.web.jobs import (
     CompareQuestion,
     Difference,
+    FindQuestion,
+    FoundRows,
     Question,
     Tensors,
     TensorsQuestion,
@@ -194,6 +196,7 @@ class Front:
         self._remote = remote
         self._counts = ChangeCounts()
         self._drawn: _Drawn | None = None
+        self._drawing = trio.Lock()
         self._templates = _templates()
         self._static = {
             path.name: path.read_bytes() for path in sorted((_HERE / "static").iterdir()) if path.is_file()
@@ -205,6 +208,7 @@ class Front:
             ("GET", "/snapshot"): self._snapshot,
             ("GET", "/files"): self._files,
             ("GET", "/versions"): self._versions,
+            ("GET", "/find"): self._find,
             ("GET", "/compare"): self._compare,
             ("GET", "/training"): self._training,
             ("GET", "/picture"): self._picture,
@@ -409,28 +413,34 @@ class Front:
     ) -> dict[str, Any]:
         """Return what the overview draws: the curves as they were read last, or a time line until there are any."""
         drawn = self._drawn
-        is_fresh = (
-            drawn is not None
-            and drawn.newest == _newest(infos)
-            and (not drawn.numbers.series or time.monotonic() - drawn.at < _PICTURE_SECONDS)
-        )
         chart = None if drawn is None else chart_of(drawn.numbers, ())
         return {
             "chart": chart if chart and chart.curves else None,
             "line": timeline_of(ordinary[:MAX_MARKS], verdicts),
-            "wants_picture": bool(infos) and not is_fresh,
+            "wants_picture": bool(infos) and not self._is_fresh(_newest(infos)),
         }
+
+    def _is_fresh(self, newest: tuple[int, str]) -> bool:
+        """Return whether the numbers that were drawn last are those of today."""
+        return (
+            self._drawn is not None
+            and self._drawn.newest == newest
+            and (not self._drawn.numbers.series or time.monotonic() - self._drawn.at < _PICTURE_SECONDS)
+        )
 
     async def _picture(self, asked: Asked) -> Reply:
         """Answer with the picture of the overview alone, its curves read now: a page need not wait for them."""
-        newest = await self._readers.ask(lambda reading: _newest(reading.infos))
-        try:
-            await self._numbers()
-        except CiuicError as error:
-            # Not again before there is something new.
-            log.warning("numbers_not_drawn", error=error.message)
-            old = TrainingNumbers(series=(), marks=()) if self._drawn is None else self._drawn.numbers
-            self._drawn = _Drawn(newest, time.monotonic(), old)
+        # One at a time, for all overviews that are open.
+        async with self._drawing:
+            newest = await self._readers.ask(lambda reading: _newest(reading.infos))
+            if not self._is_fresh(newest):
+                try:
+                    await self._numbers()
+                except CiuicError as error:
+                    # Not again before there is something new.
+                    log.warning("numbers_not_drawn", error=error.message)
+                    old = TrainingNumbers(series=(), marks=()) if self._drawn is None else self._drawn.numbers
+                    self._drawn = _Drawn(newest, time.monotonic(), old)
 
         def question(reading: Reading) -> dict[str, Any]:
             infos = reading.infos
@@ -579,6 +589,18 @@ class Front:
                 **self._versions_of(reading, path, asked.get("h")),
             },
         )
+
+    async def _find(self, asked: Asked) -> Reply:
+        pattern = asked.get("pattern").encode("utf-8", "surrogateescape")
+        found, trouble = None, None
+        if pattern:
+            question = FindQuestion(pattern=quote_from_bytes(pattern), deleted=bool(asked.get("deleted")))
+            try:
+                found = decode_json(await self._look(question), FoundRows)
+            except CiuicError as error:
+                trouble = error
+        values = {"asked": asked, "found": found, "trouble": trouble}
+        return self._page("find.html", asked.person, values)
 
     @staticmethod
     def _versions_of(reading: Reading, path: bytes, host: str) -> dict[str, Any]:
@@ -905,6 +927,7 @@ def _templates() -> jinja2.Environment:
         "below": join,
         "bytes_of": size_of,
         "q": _quoted,
+        "unquoted": unquote_to_bytes,
         "base": last_name,
         "plural": plural,
         "kind": _kind,

@@ -86,7 +86,15 @@ class TrainingQuestion(msgspec.Struct, kw_only=True, frozen=True, tag="training"
     """Question for the numbers that trainings wrote, and the steps of the snapshots."""
 
 
-Question = CompareQuestion | TensorsQuestion | TrainingQuestion
+class FindQuestion(msgspec.Struct, kw_only=True, frozen=True, tag="find"):
+    """Question for the paths of all snapshots that match a pattern of a shell, percent-encoded."""
+
+    pattern: str
+    deleted: bool = False
+    """Only what the newest snapshot does not have."""
+
+
+Question = CompareQuestion | TensorsQuestion | TrainingQuestion | FindQuestion
 
 
 class LookJob(msgspec.Struct, kw_only=True, frozen=True):
@@ -132,6 +140,29 @@ class Tensors(msgspec.Struct, kw_only=True, frozen=True):
 
     lines: tuple[str, ...]
     """Their number and size, and a line for each."""
+
+
+class FoundRow(msgspec.Struct, kw_only=True, frozen=True):
+    """A path that was found, as the newest snapshot that has it."""
+
+    path: str
+    """Percent-encoded."""
+    is_dir: bool
+    size_bytes: int
+    snapshot: str
+    time_ns: int
+    is_deleted: bool
+    host: str
+
+
+class FoundRows(msgspec.Struct, kw_only=True, frozen=True):
+    """Paths that were found, last seen first."""
+
+    rows: tuple[FoundRow, ...]
+    count: int
+    """Number of all."""
+    damage: tuple[str, ...] = ()
+    """What could not be read."""
 
 
 class NumberSeries(msgspec.Struct, kw_only=True, frozen=True):

@@ -18,7 +18,7 @@ import msgspec
 
 from ciuic.cli.commands.web.comparing import contents_differ
 from ciuic.cli.commands.web.confinement import MAX_MEMORY_BYTES, confine
-from ciuic.cli.commands.web.jobs import CompareQuestion, LookJob, Tensors, TensorsQuestion
+from ciuic.cli.commands.web.jobs import CompareQuestion, FindQuestion, LookJob, Tensors, TensorsQuestion
 from ciuic.cli.commands.web.reading import Catalogue, Reading
 from ciuic.cli.commands.web.training import training_numbers
 from ciuic.errors import CiuicError
@@ -38,6 +38,8 @@ def _answer(job: LookJob) -> object:
             return contents_differ(reading, job.question)
         if isinstance(job.question, TensorsQuestion):
             return Tensors(lines=reading.tensors(job.question.snapshot, unquote_to_bytes(job.question.path)))
+        if isinstance(job.question, FindQuestion):
+            return reading.search(unquote_to_bytes(job.question.pattern), deleted=job.question.deleted)
         return training_numbers(reading)
 
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from urllib.parse import quote_from_bytes
 
 import click
 import trio
@@ -20,10 +21,11 @@ import trio
 from ciuic.cli.commands.pick import answers
 from ciuic.cli.commands.pick.answers import Version
 from ciuic.cli.commands.pick.reader import Place
+from ciuic.cli.commands.web.jobs import FoundRow, FoundRows
 from ciuic.cli.shared.contents import as_recorded, roots_below
 from ciuic.cli.shared.session import Session
 from ciuic.errors import CiuicError, Damaged, NotFound, Unreachable, UsageError
-from ciuic.history import PathVersion, Timeline, timelines, versions
+from ciuic.history import FoundPath, GlobMatcher, PathVersion, Timeline, search, timelines, versions
 from ciuic.printable import one_line
 from ciuic.protocol.last_drill import LastDrill, read_drills
 from ciuic.repository import Repository, SnapshotInfo
@@ -376,6 +378,48 @@ class Reading:
             if version.found.entry is not None:
                 version.verdict = answers.stored_verdict(records, version)
         return found, damage
+
+    def search(self, pattern: bytes, *, deleted: bool) -> FoundRows:
+        """Return the paths of all snapshots that match, as ``ciuic find`` prints them, and at most `MAX_NAMES` of them.
+
+        For `look_process`: it reads all trees.
+
+        Raises:
+            UsageError: nothing can match the pattern.
+        """
+        try:
+            matcher = GlobMatcher(pattern)
+        except ValueError as error:
+            raise UsageError(f"the pattern {one_line(pattern)!r} finds nothing: {error}") from None
+        found: list[FoundPath] = []
+        damage: list[str] = []
+
+        def note(snapshot: Snapshot, path: bytes, error: Damaged) -> None:
+            if len(damage) < _MAX_DAMAGE:
+                damage.append(f"{one_line(path)} cannot be read in {snapshot.id}: {one_line(error.message)}")
+
+        for repository in self.session.repositories:
+            for timeline in timelines(self._catalogue.loaded(repository)):
+                found += [
+                    one
+                    for one in search(repository, timeline, matcher, on_damage=note)
+                    if one.is_deleted or not deleted
+                ]
+            damage = [*self._catalogue.unread(repository)[:_MAX_DAMAGE], *damage]
+        found.sort(key=lambda one: (-one.snapshot.order_ns, one.path, one.host))
+        rows = tuple(
+            FoundRow(
+                path=quote_from_bytes(one.path),
+                is_dir=one.entry.is_dir,
+                size_bytes=answers.size_of(one.entry),
+                snapshot=str(one.snapshot.id),
+                time_ns=one.snapshot.time_ns,
+                is_deleted=one.is_deleted,
+                host=one.host,
+            )
+            for one in found[:MAX_NAMES]
+        )
+        return FoundRows(rows=rows, count=len(found), damage=tuple(damage))
 
     def place(self, path: bytes, host: str = "") -> Place:
         """Return the innermost root that has a path. Raises NotFound."""

@@ -38,6 +38,7 @@ ROUTES: Final = {
     ("GET", "/snapshot"): Right.LOOK,
     ("GET", "/files"): Right.LOOK,
     ("GET", "/versions"): Right.LOOK,
+    ("GET", "/find"): Right.LOOK,
     ("GET", "/compare"): Right.LOOK,
     ("GET", "/training"): Right.LOOK,
     ("GET", "/picture"): Right.LOOK,
