@@ -323,6 +323,15 @@ def test_snapshots_are_found_by_time_and_stepped_through(page: WebPage, site: Si
     assert beside == [(ids[0], "prev"), (ids[2], "next")]
 
 
+def test_a_drill_is_started_from_the_page(page: WebPage, site: Site) -> None:
+    """Its button runs `ciuic drill`, whose result is on the page of drills."""
+    site.snapshot()
+    assert "Start a drill" in page.ask("/drills").text
+    before = page.ask("/drills").text.count("<tr>")
+    assert "Drill is done" in page.act("drill").text
+    assert page.ask("/drills").text.count("<tr>") > before
+
+
 def test_names_are_found_in_all_snapshots(page: WebPage, site: Site) -> None:
     """A search has what is there and what was deleted, each with the snapshot that had it last; a bad pattern is refused."""
     root = site.roots[0]

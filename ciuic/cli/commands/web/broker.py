@@ -41,9 +41,9 @@ from ciuic.system.disk import Disk
 from ciuic.system.shell_quoting import word
 from ciuic.types import SnapshotId
 
-Kind = Literal["plan", "restore", "undo", "snapshot", "hold", "release", "forget", "stop"]
-CHANGES: Final = frozenset({"restore", "undo", "snapshot", "hold", "release", "forget"})
-"""Actions that change something, and are in the log."""
+Kind = Literal["plan", "restore", "undo", "snapshot", "hold", "release", "forget", "drill", "stop"]
+CHANGES: Final = frozenset({"restore", "undo", "snapshot", "hold", "release", "forget", "drill"})
+"""Actions that change something, if only what is known of it, and are in the log."""
 _MAX_ACTIONS: Final = 8
 _STATUS_SECONDS: Final = 1.5
 _MAX_OUTPUT_BYTES: Final = 256 << 20
@@ -154,6 +154,8 @@ def words_of(order: Order) -> list[str | bytes]:
     if order.kind == "snapshot":
         _check_text(order.message)
         return ["snapshot", "--wait", "--json", f"--message={order.message}"]
+    if order.kind == "drill":
+        return ["drill", "--json"]
     is_plan = order.kind == "plan"
     id_ = "" if is_plan and order.last_good else str(_id(order.snapshot))
     if order.kind in ("plan", "restore"):

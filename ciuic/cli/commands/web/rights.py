@@ -24,7 +24,7 @@ class Right(enum.IntEnum):
     RESTORE = 2
     """Make plans, restore, and undo restores."""
     DECIDE = 3
-    """Decide what is kept: take, hold, release and forget snapshots."""
+    """Decide what is kept: take, hold, release and forget snapshots; start drills."""
 
     @property
     def key(self) -> str:
@@ -70,6 +70,7 @@ ACTIONS: Final = {
     "hold": Right.DECIDE,
     "release": Right.DECIDE,
     "forget": Right.DECIDE,
+    "drill": Right.DECIDE,
 }
 """Right that each action of the broker needs."""
 TYPED: Final = {
