@@ -216,7 +216,8 @@ class SavePipeline:
         }
         # Page-locking for devices happens once per arena, on the thread that faults its pages in.
         prepared = [lane.prepare for lane in lanes if lane is not None]
-        self.client.prepare(int(self._size_bytes * _SIZE_MARGIN) + _SIZE_MARGIN_BYTES, prepared)
+        with self._busy():
+            self.client.prepare(int(self._size_bytes * _SIZE_MARGIN) + _SIZE_MARGIN_BYTES, prepared)
 
     # -- stage
 
