@@ -25,6 +25,8 @@ def watch(top: Path, limit_seconds: float, *words: str) -> subprocess.CompletedP
         **os.environ,
         "CIUIC_CONFIG": str(top / "ciuic.toml"),
         "OMP_NUM_THREADS": "1",
+        # Ranks find addresses of dead ones otherwise (docs/snapshot-manager.md, Elastic jobs).
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "PYTHONPATH": f"{SUPPORT.parent}:{SUPPORT.parents[1]}",
     }
     options = ["watch", "--restart-hung", f"{limit_seconds:g}s"]
