@@ -48,8 +48,8 @@ def main(save_dir: str, steps: str, result: str, how: str) -> None:
             time.sleep(2 * STILL_SECONDS)
         return reserve(client, size_bytes)
 
-    tiny_training.Optimizer.step = stepped  # type: ignore[method-assign]
-    WriterClient.reserve = reserved  # type: ignore[method-assign]
+    tiny_training.Optimizer.step = stepped  # type: ignore[assignment, method-assign]
+    WriterClient.reserve = reserved  # type: ignore[assignment, method-assign]
     tiny_training.main(save_dir, int(steps), result, 0.05)
     if how == "still":
         time.sleep(2 * STILL_SECONDS)
