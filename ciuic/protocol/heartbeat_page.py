@@ -124,6 +124,11 @@ class HeartbeatPage:
         words[_TIME] = time.monotonic_ns()
         words[_BEATS] += 1
 
+    @property
+    def has_beaten(self) -> bool:
+        """Whether there was a beat."""
+        return bool(self._words[_BEATS])
+
     def report_loss(self, step: int, loss: float) -> None:
         """Add the loss of a step, which may be no number. The reader sees the last 128."""
         count = self._words[_LOSSES]

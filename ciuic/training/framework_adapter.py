@@ -148,7 +148,7 @@ class FrameworkAdapter:
 
     def evaluates(self) -> None:
         """Tell that the training lives, for each batch of an evaluation, in which there are no steps (0.2 µs)."""
-        self._coordinator.heartbeat.beat(self._coordinator.run.step)
+        self._coordinator.heartbeat.evaluates(self._coordinator.run.step)
 
     def save_gathered(
         self,

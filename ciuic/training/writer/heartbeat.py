@@ -89,6 +89,11 @@ class TrainerHeartbeat:
                 self._set_goodbye(Goodbye.NONE)
             self._page.beat(step)
 
+    def evaluates(self, step: int) -> None:
+        """Record that the training lives, if it has made a step: one that is still to compile it may take any time."""
+        if self._page is not None and self._page.has_beaten:
+            self.beat(step)
+
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record that the training lives, and its loss if that is among the metrics."""
         loss = metrics.get(LOSS)

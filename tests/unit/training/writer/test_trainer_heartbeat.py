@@ -73,6 +73,20 @@ def test_page_says_when_a_save_or_a_restore_is_under_way(
     manager.close()
 
 
+def test_evaluation_is_a_beat_after_the_first_step(tmp_path: Path) -> None:
+    """Batches of an evaluation beat, but not before the first step, which may have to be compiled."""
+    with SnapshotManager(tmp_path) as manager:
+        optimizer = Optimizer(Model())
+        manager.register(optimizer=optimizer)
+        manager.framework.evaluates()
+        assert reading_of(manager._coordinator.heartbeat).beats == 0
+        optimizer.step()
+        before = reading_of(manager._coordinator.heartbeat)
+        manager.framework.evaluates()
+        after = reading_of(manager._coordinator.heartbeat)
+        assert (after.beats, after.step) == (before.beats + 1, before.step)
+
+
 def test_saves_that_fail_are_counted_until_one_succeeds(
     short_tmp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
