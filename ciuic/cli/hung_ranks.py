@@ -37,6 +37,7 @@ from ciuic.protocol.heartbeat_page import (
 )
 from ciuic.system import processes
 from ciuic.system.poll import readable
+from ciuic.units import plural
 
 LOOK_SECONDS: Final = 1.0
 _SCAN_SECONDS: Final = 5.0
@@ -219,7 +220,7 @@ def _pages_of(pid: int) -> tuple[int, ...]:
         for link in links:
             with suppress(FileNotFoundError):
                 if os.readlink(link.path) == f"/memfd:{PAGE_NAME} (deleted)":
-                    page = os.open(link.path, os.O_RDONLY | os.O_CLOEXEC)
+                    page = os.open(link.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
                     number = os.fstat(page).st_ino
                     # A mapping has a descriptor of its own; forked workers and the writer process have the page as well.
                     if number not in pages and _is_page_of(page, pid):
@@ -325,7 +326,7 @@ class HungRanks:
                 f"ciuic: left as it is: it was started again {_MAX_IN_VAIN} times, and never got beyond step {step}"
             )
             return
-        complain(f"ciuic: ends its {len(self._ranks)} processes, for the launcher to start them again")
+        complain(f"ciuic: ends {plural(len(self._ranks), 'rank')}, for the launcher to start again")
         for number in (signal.SIGTERM, signal.SIGKILL):
             self._signal(number)
         if left := self._living():

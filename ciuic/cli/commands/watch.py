@@ -1,7 +1,8 @@
 """``ciuic watch``: has the daemon watch a training that does not make itself known (SnapshotManager does).
 
 Guarantees: a command that is run under it runs as it would without, daemon or not, and its exit status is ours; signals that are
-sent to us are its own. A process that is named by its pid is that process and no later one with its number.
+sent to us are its own, unless ``--restart-hung`` ends ranks below it that hang (`ciuic.cli.hung_ranks`). A process that is named by its pid is
+that process and no later one with its number.
 
 We are the parent of a command, because a parent is told how it ended, on every kernel. It is in our process group, so that a terminal's ^C and ^Z
 reach it as ever; what is sent to us alone is passed on. Should we be killed, the daemon watches the command all the same.

@@ -7,12 +7,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 from support.until import until
 
-from ciuic.cli.hung_ranks import HangWatch, Pulse, Rank, find_ranks
-from ciuic.protocol.heartbeat_page import STACKS_SIGNAL, Goodbye, HeartbeatPage, read_stacks
+from ciuic.cli import hung_ranks
+from ciuic.cli.hung_ranks import HangWatch, HungRanks, Pulse, Rank, find_ranks
+from ciuic.protocol.heartbeat_page import STACKS_SIGNAL, Goodbye, HeartbeatPage, read_page, read_stacks
 from ciuic.system import processes
 
 
@@ -186,6 +189,83 @@ def test_a_stopped_rank_is_excused() -> None:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert rank.pulse() is None
         rank.close()
+
+
+class Loop:
+    """The watch of one rank, a process that sleeps and whose pulse a test gives; a second passes at each pause."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, page: HeartbeatPage) -> None:
+        self.page = page
+        self.now, self.beats, self.step = 1000.0, 0, 0
+        self.beats_at = 0.0
+        """Time of a beat that comes by itself."""
+        self.said: list[str] = []
+        self.process = self.start()
+        monkeypatch.setattr(hung_ranks, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
+        monkeypatch.setattr(hung_ranks, "complain", self.said.append)
+        monkeypatch.setattr(
+            hung_ranks, "find_ranks", lambda top: [self.rank()] if self.process.poll() is None else []
+        )
+        monkeypatch.setattr(Rank, "pulse", lambda rank: self.pulse(rank))
+        self.watch = HungRanks(1, 60.0, page, lambda: False)
+
+    def start(self) -> subprocess.Popen[bytes]:
+        self.beats = 0
+        return subprocess.Popen(["sleep", "300"])
+
+    def rank(self) -> Rank:
+        return Rank(self.process.pid, 1, os.pidfd_open(self.process.pid), (), "rank 0")
+
+    def pulse(self, rank: Rank) -> Pulse | None:
+        if self.process.poll() is not None:
+            return None
+        beats = self.beats + (0 < self.beats_at <= self.now)
+        return Pulse((rank.pid, rank.ticks), rank.label, beats, self.step, 0, False)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += max(1.0, seconds)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(0.01)
+
+    def hang_at(self, step: int) -> list[str]:
+        """Let the rank make a step and then none; return what was said."""
+        self.said.clear()
+        self.step = step
+        self.beats += 1
+        for _ in range(70):
+            self.watch._look()
+            self.now += 1
+        return list(self.said)
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch, page: HeartbeatPage) -> Iterator[Loop]:
+    made = Loop(monkeypatch, page)
+    yield made
+    made.watch._close()
+    made.process.kill()
+    made.process.wait()
+
+
+def test_a_rank_that_goes_on_is_left_alone(loop: Loop) -> None:
+    """A beat that comes while stacks are read keeps the rank, and the page takes back that it hangs."""
+    loop.beats_at = 1061.0
+    assert loop.hang_at(5)[-1] == "ciuic: it goes on, and is left alone"
+    assert loop.process.poll() is None
+    assert not read_page(loop.page.fd).hung
+
+
+def test_a_job_that_hangs_at_one_step_is_not_restarted_for_ever(loop: Loop) -> None:
+    """Three ends without a step beyond are the last; a step beyond begins the count anew."""
+    for step in (5, 3, 5, 6, 6, 4):
+        assert "ciuic: ends 1 rank, for the launcher to start again" in loop.hang_at(step)
+        assert loop.process.wait(60) == -signal.SIGTERM
+        assert read_page(loop.page.fd).reason.startswith("rank 0 has made no step for 60 s")
+        loop.process = loop.start()
+    said = loop.hang_at(6)
+    assert said[-1] == "ciuic: left as it is: it was started again 3 times, and never got beyond step 6"
+    assert loop.process.poll() is None
+    assert read_page(loop.page.fd).hung
 
 
 _RANK = """
