@@ -312,7 +312,7 @@ class HungRanks:
         complain(f"ciuic: hangs: {reason}")
         self._show_stacks()
         if self._has_daemon():
-            complain("ciuic: the daemon takes an emergency snapshot of the protected directories")
+            complain("ciuic: the daemon is asked for an emergency snapshot of the protected directories")
             time.sleep(_SNAPSHOT_SECONDS)
         else:
             complain("ciuic: no emergency snapshot of files: no daemon watches this command")
