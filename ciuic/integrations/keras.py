@@ -142,6 +142,10 @@ class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-i
         else:
             self.manager.boundary()
 
+    def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Tell that the training lives while it evaluates."""
+        self.manager.framework.evaluates()
+
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Count the epoch as done, report its metrics, and save if due."""
         self._epoch, self._batches = epoch + 1, 0

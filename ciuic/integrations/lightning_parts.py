@@ -841,6 +841,10 @@ class SnapshotCallbackBase:
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             self._between_steps(trainer)
 
+    def on_validation_batch_end(self, *_: Any) -> None:
+        """Tell that the training lives while it validates."""
+        self.io.manager.framework.evaluates()
+
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Save after validation if due; other callbacks have run by then."""
         with quietly(_NOT_CONTINUED):

@@ -142,6 +142,12 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         """
         self._between_steps(state)
 
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Tell that the training lives while it evaluates."""
+        self.manager.framework.evaluates()
+
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

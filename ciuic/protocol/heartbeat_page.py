@@ -11,12 +11,14 @@ References:
 from __future__ import annotations
 
 import enum
+import faulthandler
 import fcntl
 import mmap
 import os
+import signal
 import struct
 import time
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 _BYTES: Final = 4096
 # "ciubeat1" as a little-endian number.
@@ -27,6 +29,7 @@ _TEXT_BYTES: Final = 512
 _LOSSES: Final = 5
 """Word with the number of losses so far; the last ones are in a ring."""
 _FAILED_SAVES, _FAILING_SINCE = 6, 7
+_HUNG, _PID, _BUSY, _STACKS = 8, 9, 10, 11
 _SAVE_ERROR_AT: Final = _TEXT_AT + _TEXT_BYTES
 _SAVE_ERROR_BYTES: Final = 256
 _RING_AT: Final = 1024
@@ -37,9 +40,13 @@ _RING_BYTES: Final = 16 * _RING_PLACES
 _ADD_SEALS: Final = getattr(fcntl, "F_ADD_SEALS", 1033)
 _GET_SEALS: Final = getattr(fcntl, "F_GET_SEALS", 1034)
 _SEAL_SHRINK: Final = 2
-_WORDS: Final = struct.Struct("<8Q")
+_WORDS: Final = struct.Struct("<12Q")
 _WORD: Final = struct.Struct("<Q")
 _LOSS: Final = struct.Struct("<Qd")
+PAGE_NAME: Final = "ciuic-beat"
+"""Name of the memfd, as links in /proc/PID/fd show it."""
+STACKS_SIGNAL: Final = signal.SIGRTMAX - 2
+"""Signal at which a trainer appends the stacks of its threads to its page; programs and schedulers use others."""
 
 
 class Goodbye(enum.IntEnum):
@@ -70,6 +77,14 @@ class HeartbeatReading(NamedTuple):
     """Wall clock of the first of them, as the trainer claims."""
     save_error: str = ""
     """Why the last of them failed."""
+    hung: bool = False
+    """Whoever watches the trainer says that it hangs; ``reason`` says why."""
+    pid: int = 0
+    """Process that made the page, in its own pid namespace; 0 on a page of an earlier version."""
+    busy: bool = False
+    """A save, a restore or a wait for them is under way, in which there are no steps."""
+    dumps: bool = False
+    """`STACKS_SIGNAL` appends stacks to this page."""
 
 
 # A page, not messages: a message could be lost, late, or forged at the end of a process, and sending one can wait. The last word of
@@ -81,8 +96,11 @@ class HeartbeatPage:
         OSError: there is no memory for it.
     """
 
+    _dumping: ClassVar[memoryview | None] = None
+    """Words of the page of this process to which stacks are appended."""
+
     def __init__(self) -> None:
-        self.fd = os.memfd_create("ciuic-beat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = os.memfd_create(PAGE_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, _BYTES)
             # Sealed against shrinking: `check_page` refuses memory of which a reader could get less than it expects.
@@ -95,7 +113,7 @@ class HeartbeatPage:
         # Not written by struct, which stores byte by byte: a reader could find half a number.
         self._words = memoryview(self._map).cast("Q")
         self._words[0] = _MAGIC
-        self._pid = os.getpid()
+        self._pid = self._words[_PID] = os.getpid()
 
     def beat(self, step: int | None = None) -> None:
         """Advance the heartbeat."""
@@ -105,6 +123,11 @@ class HeartbeatPage:
             words[_STEP] = step
         words[_TIME] = time.monotonic_ns()
         words[_BEATS] += 1
+
+    @property
+    def has_beaten(self) -> bool:
+        """Whether there was a beat."""
+        return bool(self._words[_BEATS])
 
     def report_loss(self, step: int, loss: float) -> None:
         """Add the loss of a step, which may be no number. The reader sees the last 128."""
@@ -123,6 +146,31 @@ class HeartbeatPage:
         # The text first, then the number that announces it.
         self._put_text(_TEXT_AT, _TEXT_BYTES, reason)
         self._words[_GOODBYE] = how
+
+    def say_hung(self, reason: str) -> None:
+        """Report that the trainer hangs, and why; "" takes that back."""
+        self._put_text(_TEXT_AT, _TEXT_BYTES, reason)
+        self._words[_HUNG] = bool(reason)
+
+    def set_busy(self, busy: bool) -> None:
+        """Record whether the trainer saves or restores, in which it makes no steps."""
+        self._words[_BUSY] = busy
+
+    def append_stacks_at_signal(self) -> None:
+        """Have `STACKS_SIGNAL` append the stacks of all threads to the memory, behind the page.
+
+        That works without the interpreter lock, and so in a trainer that hangs in a library. Does nothing where the
+        program uses the signal.
+        """
+        if signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL:
+            return
+        os.lseek(self.fd, 0, os.SEEK_END)
+        faulthandler.register(STACKS_SIGNAL, file=self.fd, all_threads=True)
+        before, HeartbeatPage._dumping = HeartbeatPage._dumping, self._words
+        # A forked child shares the pages of its parent.
+        if before is not None and before[_PID] == self._pid:
+            before[_STACKS] = False
+        self._words[_STACKS] = True
 
     def report_save(self, error: str = "") -> None:
         """Report the end of a save: durable, or failed with this reason."""
@@ -144,6 +192,10 @@ class HeartbeatPage:
         """Close the descriptor. Later beats are seen through the descriptors of others."""
         # The mapping stays, so that a beat after the close is still a store into memory.
         fd, self.fd = self.fd, -1
+        # First: the number of the descriptor may be a file's next.
+        if HeartbeatPage._dumping is not None and HeartbeatPage._dumping is getattr(self, "_words", None):
+            faulthandler.unregister(STACKS_SIGNAL)
+            HeartbeatPage._dumping = None
         if fd >= 0:
             os.close(fd)
 
@@ -204,14 +256,23 @@ def read_page(fd: int) -> HeartbeatReading:
     """
     # pread(2) instead of a mapping: no access of the reader can fault, whatever the trainer does with the memory.
     data = os.pread(fd, _SAVE_ERROR_AT + _SAVE_ERROR_BYTES, 0)
-    magic, beats, step, beat_ns, goodbye, _, failed_saves, failing_since_ns = _WORDS.unpack_from(data)
+    magic, beats, step, beat_ns, goodbye, _, failed_saves, failing_since_ns, hung, pid, busy, dumps = (
+        _WORDS.unpack_from(data)
+    )
     if magic != _MAGIC:
         raise ValueError("the memory does not begin like a heartbeat page")
     # A newer trainer may report an end that this version does not know.
     known = Goodbye(goodbye) if goodbye <= max(Goodbye) else Goodbye.NONE
     reason = _text(data[_TEXT_AT:_SAVE_ERROR_AT])
     error = _text(data[_SAVE_ERROR_AT:]) if failed_saves else ""
-    return HeartbeatReading(beats, step, beat_ns, known, reason, failed_saves, failing_since_ns, error)
+    return HeartbeatReading(
+        beats, step, beat_ns, known, reason, failed_saves, failing_since_ns, error, bool(hung), pid, bool(busy), bool(dumps)
+    )  # fmt: skip
+
+
+def read_stacks(fd: int, start: int) -> bytes:
+    """Return the stacks that were appended to a page from this offset on, at most 256 KiB."""
+    return os.pread(fd, 256 << 10, max(start, _BYTES))
 
 
 def _text(data: bytes) -> str:

@@ -198,10 +198,10 @@ class Registration:
             self._tried.wait(ANSWER_SECONDS)
             return
         deadline = time.monotonic() + seconds
-        while not self._is_known() and time.monotonic() < deadline:
+        while not self.is_known() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
 
-    def _is_known(self) -> bool:
+    def is_known(self) -> bool:
         """Return whether a daemon that has answered lives."""
         # The connection itself is asked: the thread may not have noticed its end yet.
         connection = self._connection

@@ -24,14 +24,20 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def start_ticks(pid: int) -> int:
-    """Return the start time of the process in clock ticks (field 22 of proc_pid_stat(5)); 0 if there is none."""
+def stat_fields(pid: int) -> list[str]:
+    """Return the fields of proc_pid_stat(5) from the third on: state, parent …; none if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
-        return 0
+        return []
     # Counted from the parenthesis after the name, field 2: the name may have blanks and parentheses itself.
-    return int(text.rpartition(")")[2].split()[19])
+    return text.rpartition(")")[2].split()
+
+
+def start_ticks(pid: int) -> int:
+    """Return the start time of the process in clock ticks (field 22 of proc_pid_stat(5)); 0 if there is none."""
+    fields = stat_fields(pid)
+    return int(fields[19]) if fields else 0
 
 
 def seconds_old(pid: int) -> float:
@@ -43,13 +49,23 @@ def seconds_old(pid: int) -> float:
 
 def owner(pid: int) -> int:
     """Return the real uid of the process; -1 if there is none."""
+    return int(_status(pid, b"Uid:") or -1)
+
+
+def catches(pid: int, number: int) -> bool:
+    """Return whether the process has a handler for a signal."""
+    return bool(int(_status(pid, b"SigCgt:") or b"0", 16) >> (number - 1) & 1)
+
+
+def _status(pid: int, key: bytes) -> bytes:
+    """Return the first value of a line of /proc/PID/status; empty if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/status").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
-        return -1
+        return b""
     # Not splitlines(), and no text mode: a process may have a carriage return and "Uid:" in its name, of
     # which the kernel escapes newlines and backslashes alone.
-    return next((int(line.split()[1]) for line in text.split(b"\n") if line.startswith(b"Uid:")), -1)
+    return next((line.split()[1] for line in text.split(b"\n") if line.startswith(key)), b"")
 
 
 def life_of(pid: int, ticks: int = 0) -> int:
@@ -100,11 +116,8 @@ def end_of_zombie(pid: int, ticks: int) -> int | None:
 
     The kernel shows the status only to a process that may trace it; to others it is zero.
     """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return int(fields[49]) if fields[0] == "Z" and int(fields[19]) == ticks else None
+    fields = stat_fields(pid)
+    return int(fields[49]) if fields and fields[0] == "Z" and int(fields[19]) == ticks else None
 
 
 def describe(status: int) -> str:

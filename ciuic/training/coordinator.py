@@ -126,6 +126,7 @@ class SaveCoordinator:
             RemoteCopies(begin.repository, begin.uploads),
             self._preemption_noticed,
             save_ended=self.heartbeat.save_ended,
+            busy=self.heartbeat.busy,
             overlap=settings.options.overlap,
         )
         self.registered = Registered(self.boundaries, self.pipeline.overlap.watch)
@@ -246,7 +247,7 @@ class SaveCoordinator:
         # A copy from a device may still read the weights that are about to be overwritten.
         self.pipeline.settle()
         # A signal handler must not save a state that is half restored.
-        with self.pipeline.guard:
+        with self.pipeline.guard, self.heartbeat.busy():
             put_back(state, self.registered.objects, self.taker.ranks)
         self.resume_from(state)
         epoch, batch = self._continues_at(state)
@@ -269,18 +270,20 @@ class SaveCoordinator:
 
     def load_to_resume(self, find: Callable[[], State | None] | None) -> State | None:
         """Load the state to resume from; collective where there are several ranks."""
-        return load_newest(
-            self._settings.save_dir,
-            self.root,
-            self.registered.templates(),
-            ranks=self.taker.ranks,
-            remotes=self._settings.remotes,
-            find=find,
-        )
+        with self.heartbeat.busy():
+            return load_newest(
+                self._settings.save_dir,
+                self.root,
+                self.registered.templates(),
+                ranks=self.taker.ranks,
+                remotes=self._settings.remotes,
+                find=find,
+            )
 
     def load_latest(self) -> State | None:
         """Load the newest whole state on this rank alone."""
-        state = load_newest(self._settings.save_dir, self.root, remotes=self._settings.remotes)
+        with self.heartbeat.busy():
+            state = load_newest(self._settings.save_dir, self.root, remotes=self._settings.remotes)
         if state is not None:
             # A program that goes on from it by itself: where the clock is behind that of the host that has saved it,
             # it must not be the newest again.

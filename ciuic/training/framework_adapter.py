@@ -146,6 +146,10 @@ class FrameworkAdapter:
             taker.take(SnapshotSpec(_REASON), parts)
         return parts
 
+    def evaluates(self) -> None:
+        """Tell that the training lives, for each batch of an evaluation, in which there are no steps (0.2 µs)."""
+        self._coordinator.heartbeat.evaluates(self._coordinator.run.step)
+
     def save_gathered(
         self,
         states: GatheredStates,

@@ -27,7 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import Enum
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -114,6 +114,7 @@ class SavePipeline:
         noticed: Callable[[PreemptionNotice], None],
         *,
         save_ended: Callable[[str], None] = lambda error: None,
+        busy: Callable[[], AbstractContextManager[None]] = nullcontext,
         overlap: bool = True,
     ) -> None:
         """Create the pipeline; the writer process starts with the first save.
@@ -125,6 +126,7 @@ class SavePipeline:
             copies: copies of snapshots on remotes.
             noticed: called with the notice of a metadata service that the writer passed on.
             save_ended: called at the end of each save with the reason of its failure, or "".
+            busy: entered while the training stands still for a copy or for the writer.
             overlap: whether device copies may run beside the next training step.
         """
         self.client = client
@@ -136,6 +138,7 @@ class SavePipeline:
         self.overlap = Overlap(device_stream_of, before_step=self.settle, enabled=overlap)
         self._noticed = noticed
         self._save_ended = save_ended
+        self._busy = busy
         self._size_bytes = 0
         self._changed = False
         self._has_void_copy = False
@@ -213,7 +216,8 @@ class SavePipeline:
         }
         # Page-locking for devices happens once per arena, on the thread that faults its pages in.
         prepared = [lane.prepare for lane in lanes if lane is not None]
-        self.client.prepare(int(self._size_bytes * _SIZE_MARGIN) + _SIZE_MARGIN_BYTES, prepared)
+        with self._busy():
+            self.client.prepare(int(self._size_bytes * _SIZE_MARGIN) + _SIZE_MARGIN_BYTES, prepared)
 
     # -- stage
 
@@ -256,11 +260,12 @@ class SavePipeline:
             request_pair=request_pair,
         )
         try:
-            staged = copy()
-            if staged is None and may_wait:
-                end = time.monotonic() + self._max_wait_seconds()
-                while staged is None and self._wait_for_answer(end):
-                    staged = copy()
+            with self._busy():
+                staged = copy()
+                if staged is None and may_wait:
+                    end = time.monotonic() + self._max_wait_seconds()
+                    while staged is None and self._wait_for_answer(end):
+                        staged = copy()
         except OSError as error:
             # Most often too little memory: attempts after every step would cost the training time.
             self.outcome(error.strerror or str(error), facts=told)
@@ -286,8 +291,9 @@ class SavePipeline:
     def wait_for_arena(self) -> None:
         """Wait for an arena to become free, as long as a save that may wait does."""
         end = time.monotonic() + self._max_wait_seconds()
-        while not self.client.can_take and self._wait_for_answer(end):
-            pass
+        with self._busy():
+            while not self.client.can_take and self._wait_for_answer(end):
+                pass
 
     def _wait_for_answer(self, end: float) -> bool:
         """Wait a moment for the writer to return an arena; False if none will come, or not in time."""
@@ -569,6 +575,10 @@ class SavePipeline:
 
     def wait(self, timeout_seconds: float, *, number: int | None = None) -> bool:
         """Wait until what was staged is durable, or one save is; return whether it came in time."""
+        with self._busy():
+            return self._wait(timeout_seconds, number)
+
+    def _wait(self, timeout_seconds: float, number: int | None) -> bool:
         end = time.monotonic() + timeout_seconds
         with self.guard:
             if self.client.is_ours:
@@ -594,7 +604,8 @@ class SavePipeline:
         """
         if not self.copies.orders:
             raise ValueError("the manager has no remote to wait for: pass remote= or a URL as save_dir")
-        return self.copies.wait(id_, timeout_seconds)
+        with self._busy():
+            return self.copies.wait(id_, timeout_seconds)
 
     def hurry(self) -> None:
         """Tell the writer that only durability counts for what was staged: the process is about to end."""

@@ -319,6 +319,32 @@ def test_a_training_is_watched_without_asking(site: Live, hook: Hook) -> None:
     assert reported("end") == reported("vanish") == []
 
 
+def test_a_job_that_hangs_gets_a_snapshot_before_it_is_restarted(site: Live, tmp_path: Path) -> None:
+    """The daemon reports a hang with its reason and takes a snapshot, and reports that the job goes on when it is started again."""
+    here = Path(__file__).parents[1]
+    words = [
+        str(here / "support/hanging_training.py"),
+        str(tmp_path / "saves"),
+        "200",
+        str(tmp_path / "result"),
+        "hang",
+    ]
+    again = ["sh", "-c", 'until "$@"; do :; done', "sh", sys.executable, *words]
+    job = watched(
+        site,
+        *again,
+        name="hangs",
+        options=("--restart-hung", "2s"),
+        inside=("env", f"PYTHONPATH={here}:{here.parent}"),
+    )
+    with ended_after(job):
+        assert job.wait(180) == 0
+    kinds = [(one.kind, one.snapshot[:3]) for one in incidents(site, "hangs")]
+    assert kinds == [("hung", "cs-"), ("recovered", "")]
+    assert "has made no step for" in incidents(site, "hangs")[0].reason
+    until("the end of the job", lambda: not status(site).trainers or trainer(site, "hangs") is None)
+
+
 def test_another_daemon_goes_on_watching(site: Live, root: Path) -> None:
     """The next daemon after a kill knows its predecessor's trainers, the living and those that died since."""
     named = subprocess.Popen(SLEEP)

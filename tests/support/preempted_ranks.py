@@ -1,8 +1,8 @@
-"""Training of several ranks of which one is signalled to end.
+"""Training of several ranks of which one is signalled to end, or hangs.
 
     torchrun … preempted_ranks.py SAVE_DIR RESULT KIND TOLD
 
-KIND is `ddp` or `fsdp`; rank TOLD sends itself SIGTERM in the middle of its fifth step (-1: none). Each rank
+KIND is `ddp`, `fsdp` or `hang`; rank TOLD sends itself SIGTERM in the middle of its fifth step (-1: none), or hangs there the first time. Each rank
 that ends by itself writes its result to RESULT-RANK.
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support import ddp_training, sharded_training
+from support.hanging_training import never_ends
 
 from ciuic.training import BeforePreemption
 
@@ -26,12 +27,20 @@ STEP = 5
 
 def train(rank: int, world: int, save_dir: str, result: str, kind: str, signalled_rank: int) -> None:
     """Train to the end, or until a signal to end."""
-    made: Any = ddp_training.Run if kind == "ddp" else sharded_training.Managed
-    run = made(rank, world, save_dir, save_when=[BeforePreemption(grace_seconds=60)])
+    made: Any = sharded_training.Managed if kind == "fsdp" else ddp_training.Run
+    run = (
+        made(rank, world, save_dir, every_steps=3)
+        if kind == "hang"
+        else made(rank, world, save_dir, save_when=[BeforePreemption(grace_seconds=60)])
+    )
 
     def about_to_step(*_: object) -> None:
         if run.manager.step + 1 == STEP and rank == signalled_rank:
-            os.kill(os.getpid(), signal.SIGTERM)
+            if kind != "hang":
+                os.kill(os.getpid(), signal.SIGTERM)
+            elif not os.path.exists(f"{result}.hung"):
+                Path(f"{result}.hung").touch()
+                never_ends()
 
     run.optimizer.register_step_pre_hook(about_to_step)
     run.train(2)

@@ -1,7 +1,8 @@
 """``ciuic watch``: has the daemon watch a training that does not make itself known (SnapshotManager does).
 
 Guarantees: a command that is run under it runs as it would without, daemon or not, and its exit status is ours; signals that are
-sent to us are its own. A process that is named by its pid is that process and no later one with its number.
+sent to us are its own, unless ``--restart-hung`` ends ranks below it that hang (`ciuic.cli.hung_ranks`). A process that is named by its pid is
+that process and no later one with its number.
 
 We are the parent of a command, because a parent is told how it ended, on every kernel. It is in our process group, so that a terminal's ^C and ^Z
 reach it as ever; what is sent to us alone is passed on. Should we be killed, the daemon watches the command all the same.
@@ -20,6 +21,7 @@ from typing import Final
 
 import click
 
+from ciuic.cli.hung_ranks import HungRanks
 from ciuic.cli.shared.messages import complain
 from ciuic.cli.shared.options import FrameCommand
 from ciuic.cli.shared.output import note
@@ -45,6 +47,12 @@ _ANSWER_SECONDS: Final = 10.0
 )
 @click.option("--heartbeat", default="", metavar="TIME", help="How old that file may become, such as 15m.")
 @click.option(
+    "--restart-hung",
+    default="",
+    metavar="TIME",
+    help="Log the stacks of the command's ranks when one has made no step for so long, such as 30m, and end them, so that the launcher starts them again.",
+)
+@click.option(
     "--forget", default="", metavar="NAME", help="Watch it (name or pid) no more, and let its alert go."
 )
 @click.argument("words", nargs=-1, metavar="[COMMAND]...", type=click.UNPROCESSED)
@@ -53,6 +61,7 @@ def command(
     name: str,
     heartbeat_file: Path | None,
     heartbeat: str,
+    restart_hung: str,
     forget: str,
     words: tuple[str, ...],
 ) -> int:
@@ -65,6 +74,8 @@ def command(
         raise click.UsageError("give one of them: --pid, --forget, or a command to run")
     if bool(heartbeat) != (heartbeat_file is not None) or (heartbeat and not words):
         raise click.UsageError("--heartbeat and --heartbeat-file go together, and with a command")
+    if restart_hung and (heartbeat or not words):
+        raise click.UsageError("--restart-hung goes with a command, and without --heartbeat")
     if name and not name.isprintable():
         raise click.UsageError("a name has printable characters only")
     session = current()
@@ -80,17 +91,18 @@ def command(
         name=name or os.path.basename(words[0]),
         socket=lambda: watch_socket(session),
         heartbeat_file=heartbeat_file,
-        heartbeat_seconds=_seconds(heartbeat),
+        heartbeat_seconds=_seconds(heartbeat, "--heartbeat"),
+        hung_seconds=_seconds(restart_hung, "--restart-hung"),
     )
 
 
-def _seconds(heartbeat: str) -> float:
+def _seconds(text: str, option: str) -> float:
     from ciuic.units import parse_duration
 
     try:
-        return float(parse_duration(heartbeat)) if heartbeat else 0.0
+        return float(parse_duration(text)) if text else 0.0
     except ValueError as error:
-        raise click.UsageError(f"--heartbeat: {error}") from error
+        raise click.UsageError(f"{option}: {error}") from error
 
 
 def watch_socket(session: Session) -> str:
@@ -153,8 +165,12 @@ def run(
     socket: Callable[[], str],
     heartbeat_file: Path | None = None,
     heartbeat_seconds: float = 0.0,
+    hung_seconds: float = 0.0,
 ) -> int:
-    """Run the command to its end and return its exit status, 128 + signal if it was killed. Raises NotFound or NotPermitted."""
+    """Run the command to its end and return its exit status, 128 + signal if it was killed. Raises NotFound or NotPermitted.
+
+    Ranks below it that have made no step for ``hung_seconds`` are ended; 0: never.
+    """
     waited = {signal.SIGCHLD, *_PASSED_ON}
     # Blocked, and taken with sigtimedwait(2): a handler would run between any two lines. From before there is
     # a child to pass them on to; what waits is passed on then.
@@ -176,6 +192,9 @@ def run(
             threading.Thread(target=_listen, args=(page, heartbeat_file), daemon=True).start()
         known = Registration(socket, hello, [life, page.fd], on_trouble=_complain)
         known.start()
+        if hung_seconds:
+            ranks = HungRanks(child.pid, hung_seconds, page, known.is_known)
+            threading.Thread(target=ranks.run, daemon=True).start()
         status = _pass_on_until_end(child, waited, page)
         # A failure is to be reported, and the command may have ended before the first registration. ^C and
         # success are not waited for.

@@ -271,7 +271,7 @@ class TrainerRegistry:
         # trainer did not run either.
         found = trainer.look(LOOK_SECONDS, self._now_ns())
         if found == "hung":
-            self._emergencies.report(trainer, "hung", f"no beat for {trainer.heartbeat_seconds:g} s")
+            self._emergencies.report(trainer, "hung", trainer.hung_reason)
         elif found == "recovered":
             self._emergencies.report(trainer, "recovered", "")
         self._look_at_losses(trainer)

@@ -121,6 +121,8 @@ class WatchedTrainer:
         self.heartbeat_seconds = heartbeat_seconds
         self.since_ns = since_ns
         self.hung = False
+        self.hung_reason = ""
+        """Why it hangs, as its page or its silence says."""
         self.present = True
         """True if there is a process, as far as is known; False: its pid file names none."""
         self.file_beats = 0
@@ -155,7 +157,7 @@ class WatchedTrainer:
         """
         if self._gap_seconds <= _MIN_SILENT_SECONDS or len(self._gaps) < _MIN_GAPS:
             return 0.0
-        if self.heartbeat_seconds or not times or not self.present or self.closed(self.pulses()):
+        if self.heartbeat_seconds or self.hung or not times or not self.present or self.closed(self.pulses()):
             return 0.0
         usual = median(self._gaps)
         return usual if self._gap_seconds > max(times * usual, 2 * max(self._gaps)) else 0.0
@@ -243,8 +245,11 @@ class WatchedTrainer:
             return "beat"
         waits = self._beating and self.heartbeat_seconds and self.present and not self.closed(pulses)
         self._silent_seconds = self._silent_seconds + elapsed_seconds if waits else 0.0
-        if waits and not self.hung and self._silent_seconds >= self.heartbeat_seconds:
-            self.hung = True
+        why = next((pulse.reason for pulse in pulses if pulse.hung), "")
+        if waits and self._silent_seconds >= self.heartbeat_seconds:
+            why = why or f"no beat for {self.heartbeat_seconds:g} s"
+        if why and not self.hung:
+            self.hung, self.hung_reason = True, why
             return "hung"
         return "silent"
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Final
 
 from ciuic.printable import one_line
@@ -48,8 +49,10 @@ class TrainerHeartbeat:
         self.hello: Hello | None = None
         """Message that announces the training to a daemon; None if there is no page."""
         self._life = -1
+        self._busy: dict[object, None] = {}
         try:
             self._page = HeartbeatPage()
+            self._page.append_stacks_at_signal()
             # Opened by this process: a writer that is still starting could find the pid gone, or reused.
             self._life = os.pidfd_open(os.getpid())
         except OSError as error:
@@ -86,12 +89,33 @@ class TrainerHeartbeat:
                 self._set_goodbye(Goodbye.NONE)
             self._page.beat(step)
 
+    def evaluates(self, step: int) -> None:
+        """Record that the training lives, if it has made a step: one that is still to compile it may take any time."""
+        if self._page is not None and self._page.has_beaten:
+            self.beat(step)
+
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record that the training lives, and its loss if that is among the metrics."""
         loss = metrics.get(LOSS)
         if loss is not None and self._page is not None:
             self._page.report_loss(step, float(loss))
         self.beat(step)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Record that a save or a restore, or a wait for them, is under way: there are no steps meanwhile."""
+        if self._page is None:
+            yield
+            return
+        # Not a counter, of which two threads, or a signal handler, could lose a change for good.
+        token = object()
+        self._busy[token] = None
+        self._page.set_busy(True)
+        try:
+            yield
+        finally:
+            del self._busy[token]
+            self._page.set_busy(bool(self._busy))
 
     def save_ended(self, error: str) -> None:
         """Record that a save is durable ("") or why it failed."""

@@ -68,6 +68,9 @@ def test_input_output_and_status_are_the_commands_own(tmp_path: Path) -> None:
         (["--heartbeat", "5s", "--", "true"], 2),
         (["--heartbeat", "5", "--heartbeat-file", "f", "--", "true"], 2),
         (["--forget", "x"], 5),
+        (["--restart-hung", "5m", "--pid", "5"], 2),
+        (["--restart-hung", "5", "--", "true"], 2),
+        (["--restart-hung", "5m", "--heartbeat", "5m", "--heartbeat-file", "f", "--", "true"], 2),
     ],
 )
 def test_command_that_cannot_run_is_an_error(tmp_path: Path, words: list[str], code: int) -> None:

@@ -127,7 +127,7 @@ def test_a_child_does_not_speak_for_its_parent(page: HeartbeatPage) -> None:
         page.report_save("x")
         os._exit(0)
     os.waitpid(child, 0)
-    assert read_page(page.fd) == HeartbeatReading()
+    assert read_page(page.fd) == HeartbeatReading(pid=os.getpid())
 
 
 def test_an_error_of_a_save_is_shown_as_far_as_it_fits(page: HeartbeatPage) -> None:
@@ -186,6 +186,19 @@ def test_silence_is_reported_once_until_it_beats_again(page: HeartbeatPage) -> N
     assert watched.status().state == "hung"
     page.beat(2)
     assert [watched.look(1.0, 0) for _ in range(4)] == ["recovered", "silent", "silent", "hung"]
+    watched.close()
+
+
+def test_page_that_says_hung_is_reported_once_until_it_beats(page: HeartbeatPage) -> None:
+    """A trainer whose page says that it hangs hangs for that reason, without a limit, until the page beats again."""
+    watched = trainer(heartbeat_seconds=0.0)
+    watched.add_page(os.dup(page.fd))
+    page.say_hung("rank 3")
+    assert [watched.look(1.0, 0) for _ in range(4)] == ["beat", "hung", "silent", "silent"]
+    assert (watched.status().state, watched.hung_reason) == ("hung", "rank 3")
+    page.say_hung("")
+    page.beat()
+    assert [watched.look(1.0, 0) for _ in range(2)] == ["recovered", "silent"]
     watched.close()
 
 

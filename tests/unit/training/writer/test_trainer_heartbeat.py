@@ -47,6 +47,46 @@ def test_steps_reports_and_saves_are_beats(short_tmp: Path, monkeypatch: pytest.
             assert read_page(page).goodbye is Goodbye.CLOSED
 
 
+def test_page_says_when_a_save_or_a_restore_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page says so while a state is gathered into an arena, awaited and put back, and not after."""
+    manager = SnapshotManager(tmp_path)
+    model = Model()
+    manager.register(model=model)
+    seen = []
+
+    def busy() -> None:
+        seen.append(reading_of(manager._coordinator.heartbeat).busy)
+
+    client = manager._coordinator.pipeline.client
+    reserve, listen, load = client.reserve, client.listen, model.load_state_dict
+    monkeypatch.setattr(client, "reserve", lambda size: (busy(), reserve(size))[1])
+    monkeypatch.setattr(client, "listen", lambda seconds: (busy(), listen(seconds))[1])
+    monkeypatch.setattr(model, "load_state_dict", lambda state: (busy(), load(state))[1])
+    manager.save_snapshot(wait=True)
+    manager.resume()
+    assert len(seen) >= 3
+    assert all(seen)
+    busy()
+    assert not seen[-1]
+    manager.close()
+
+
+def test_evaluation_is_a_beat_after_the_first_step(tmp_path: Path) -> None:
+    """Batches of an evaluation beat, but not before the first step, which may have to be compiled."""
+    with SnapshotManager(tmp_path) as manager:
+        optimizer = Optimizer(Model())
+        manager.register(optimizer=optimizer)
+        manager.framework.evaluates()
+        assert reading_of(manager._coordinator.heartbeat).beats == 0
+        optimizer.step()
+        before = reading_of(manager._coordinator.heartbeat)
+        manager.framework.evaluates()
+        after = reading_of(manager._coordinator.heartbeat)
+        assert (after.beats, after.step) == (before.beats + 1, before.step)
+
+
 def test_saves_that_fail_are_counted_until_one_succeeds(
     short_tmp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
