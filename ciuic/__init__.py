@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from ciuic.training.check_resume import check_resume
     from ciuic.training.manager import SnapshotManager
 
-__version__ = "0.2.0"
+try:
+    # Made when a wheel is built, from the tags (.ci/build.py).
+    from ciuic._version import __version__
+except ModuleNotFoundError:
+    __version__ = "0+checkout"
 __all__ = ["SNAPSHOTS_DIR_NAME", "STATE_DIR_NAME", "SnapshotManager", "__version__", "check_resume"]
 
 STATE_DIR_NAME = b".ciuic-state"

@@ -71,7 +71,7 @@ def test_the_sdist_can_be_unpacked_anywhere(built: dict[str, Path]) -> None:
 def test_an_installed_wheel_offers_both_commands_and_no_other_top_level_name(
     built: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The installed wheel provides ciuic and the commands ciuic and ciuric, and no other top-level name."""
+    """The installed wheel provides ciuic, of the version of the source it is from, its commands, and no other top-level name."""
     target = tmp_path / "site"
     _run(
         [
@@ -90,13 +90,15 @@ def test_an_installed_wheel_offers_both_commands_and_no_other_top_level_name(
     assert {"ciuic", "ciuric"} <= {path.name for path in (target / "bin").iterdir()}
     program = (
         "import importlib.util as u, ciuic;"
-        "print(ciuic.__file__, [n for n in ('daemon', 'cli', 'fuse_layer', 'tests') if u.find_spec(n)])"
+        "print(ciuic.__file__, ciuic.__version__, [n for n in ('daemon', 'cli', 'fuse_layer', 'tests') if u.find_spec(n)])"
     )
     # With -S: the environment that runs the tests may have the checkout itself on its path.
     out = _run(
         [sys.executable, "-S", "-c", program], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(target)}
     )
-    assert out.split() == [f"{target}/ciuic/__init__.py", "[]"]
+    version = built["sdist"].name.removeprefix("ciuic-").removesuffix(".tar.gz")
+    assert built["wheel"].name == f"ciuic-{version}-py3-none-any.whl"
+    assert out.split() == [f"{target}/ciuic/__init__.py", version, "[]"]
 
 
 def test_an_editable_install_imports_the_checkout_from_anywhere(tmp_path: Path) -> None:
