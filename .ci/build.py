@@ -1,4 +1,4 @@
-"""What is made when a wheel is built: its version, from the tags of the history.
+"""What is made when a wheel is built: its version, from the tags of the history, and its manual pages, from docs/cli.md.
 
 ``python .ci/build.py`` prints the version of the checkout. It is written here and not by setuptools-scm because no two contents may
 share a name, which takes more than a tag: that looks neither at untracked files, which are built in, nor at what was changed.
@@ -76,6 +76,77 @@ def _content() -> str:
     return f"x{digest.hexdigest()[:10]}"
 
 
+def manual(page: str) -> dict[str, str]:
+    """Return the manual pages in docs/cli.md, by their names: of all commands, and one of each.
+
+    No command is imported, because that takes libraries that a build has no need of.
+    """
+    general, _, commands = page.partition("\n## Commands and options\n")
+    found = re.findall(
+        r"(?ms)^### `ciuic (([a-z-]+(?: [a-z-]+)*)[^`]*)`\n\n(.*?)(?=^### |^<!-- end)", commands
+    )
+    parts = dict(re.findall(r"(?ms)^## ([^\n]*)\n\n(.*?)(?=^## |\Z)", general))
+    pages = {}
+    listed = ""
+    for usage, path, text in found:
+        name, summary = f"ciuic-{path.replace(' ', '-')}", text.partition("\n")[0]
+        first = re.split(r"(?<=\w)[.:;] ", summary + " ")[0]
+        about, mark, options = text.partition("\n* `")
+        options = f".SH OPTIONS\n{_roff(mark + options)}" if mark else ""
+        pages[name] = (
+            f"{_head(name, first, 'ciuic ' + usage)}{_roff(about)}{options}.SH SEE ALSO\n.BR ciuic (1)\n"
+        )
+        listed += f"* `{path}`: {summary}\n"
+    about = parts["What holds for every command"]
+    description = (
+        f"{_roff(about)}.SH COMMANDS\n{_roff(listed)}.SH EXIT STATUS\n{_roff(parts['Exit codes'], rows=True)}"
+    )
+    summary = "copy-on-write snapshots under a running job, and an exact way back"
+    pages["ciuic"] = _head("ciuic", summary, "ciuic [OPTIONS] COMMAND [ARGS]...") + description
+    return pages
+
+
+def _head(name: str, summary: str, usage: str) -> str:
+    # Not hyphenated and not filled to both sides: what is copied from the page is right.
+    return (
+        f'.TH {_plain(name.upper())} 1 "" ciuic\n.nh\n.ad l\n.SH NAME\n{_plain(name)} \\- {_inline(summary)}\n'
+        f".SH SYNOPSIS\n{_inline(usage)}\n.SH DESCRIPTION\n"
+    )
+
+
+def _roff(text: str, rows: bool = False) -> str:
+    """Turn the Markdown that docs/cli.md has into man(7); of tables only the ``rows`` of two columns."""
+    lines = []
+    for block in re.split(r"\n\n(?![^`]*\n```\n)|\n(?=\* )", re.sub(r"(?m)^<!--.*-->\n", "", text).strip()):
+        cells = re.findall(r"(?m)^\| (\d+) \| (.*) \|$", block)
+        if block.startswith("```"):
+            inside = "\n".join(_plain(line) for line in block.splitlines()[1:-1])
+            lines.append(f".PP\n.RS 4\n.nf\n{inside}\n.fi\n.RE")
+        elif option := re.match(r"\* `([^`]+)`: ", block):
+            lines.append(f".TP\n{_inline(f'**{option[1]}**')}\n{_inline(block[option.end() :])}")
+        elif block.startswith("|"):
+            lines += (f".TP\n{code}\n{_inline(meaning)}" for code, meaning in cells if rows)
+        elif block:
+            lines.append(f".PP\n{_inline(block)}")
+    return "\n".join(lines) + "\n"
+
+
+def _inline(text: str) -> str:
+    # Links and *emphasis* are their words.
+    text = re.sub(r"\[([^]]+)\]\([^)]+\)|(?<!\*)\*(\w+)\*(?!\*)", r"\1\2", " ".join(text.split()))
+    return re.sub(r"\*\*(.+?)\*\*|`(.+?)`", lambda found: f"\\fB{found[1] or found[2]}\\fR", _plain(text))
+
+
+# What is not itself in troff. A line may end within a long list of choices.
+_ESCAPES = {"\\": r"\e", "-": r"\-", "|": r"|\:", "'": r"\(aq", "^": r"\(ha", "~": r"\(ti"}
+
+
+def _plain(text: str) -> str:
+    text = "".join(_ESCAPES.get(one, one if one.isascii() else f"\\[u{ord(one):04X}]") for one in text)
+    # A point would begin a request.
+    return re.sub(r"^\.", r"\&.", text)
+
+
 class Hook(BuildHookInterface):  # type: ignore[type-arg]
     """Puts into a wheel what the checkout does not have."""
 
@@ -86,6 +157,10 @@ class Hook(BuildHookInterface):  # type: ignore[type-arg]
             module = self._made / "_version.py"
             module.write_text(f'__version__ = "{self.metadata.version}"\n')
             build_data["force_include"][str(module)] = "ciuic/_version.py"
+            for name, text in manual((ROOT / "docs/cli.md").read_text(encoding="utf-8")).items():
+                page = self._made / f"{name}.1"
+                page.write_text(text, encoding="utf-8")
+                build_data["shared_data"][str(page)] = f"share/man/man1/{page.name}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Remove what `initialize` made."""

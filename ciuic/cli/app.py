@@ -115,6 +115,10 @@ _MODULES: Final = {
 class CommandGroup(FrameGroup):
     """Group that imports a command's module when the command is used, and turns errors into exit codes."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take ``help COMMAND`` for ``COMMAND --help``."""
+        return super().parse_args(ctx, [*args[1:], "--help"] if args[:1] == ["help"] else args)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands in the order of the help."""
         return list(COMMANDS)
@@ -126,7 +130,7 @@ class CommandGroup(FrameGroup):
                 formatter.write_dl(list(commands.items()))
         formatter.write_paragraph()
         with formatter.indentation():
-            formatter.write_text(f"`{ctx.find_root().info_name} COMMAND --help` says more. {_RARE}")
+            formatter.write_text(f"`{ctx.find_root().info_name} help COMMAND` says more. {_RARE}")
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the module of a command and return the command."""

@@ -211,8 +211,9 @@ def test_json_failure_is_one_document(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_has_help(name: str) -> None:
-    """Every command can be imported and has a help text."""
+    """Every command can be imported and has a help text, which `help` prints as well."""
     result = CliRunner().invoke(cli, [name, "--help"])
+    assert CliRunner().invoke(cli, ["help", name]).output == result.output
     assert result.exit_code == 0, result.output
     assert result.output.startswith(f"Usage: cli {name}")
 
