@@ -14,12 +14,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Final
 
 import click
 
 from ciuic.system.shell_quoting import shown as shown
 from ciuic.units import plural as plural  # every command that shows names counts them, too
+
+# On anything narrower an indented word a line is all that would be left.
+MIN_WIDTH: Final = 20
 
 
 def styled(text: str, **style: Any) -> str:
@@ -56,14 +59,44 @@ def taken(text: str) -> bool:
     return take is not None
 
 
-def complain(text: str) -> None:
-    """Print a line to stderr. A pipe that nobody reads any more is not an error, nor is a full disk: the exit code stays."""
+def complain(text: str, *, prose: bool = True) -> None:
+    """Print a line to stderr; on a terminal ``prose`` is broken between words.
+
+    A pipe that nobody reads any more is not an error, nor is a full disk: the exit code stays.
+    """
     if taken(text):
         return
     try:
+        if prose and sys.stderr.isatty():
+            # COLUMNS first, as everywhere; stdout may be no terminal. 0: a terminal that does not know its width.
+            columns = os.environ.get("COLUMNS", "")
+            width = int(columns) if columns.isdecimal() else os.get_terminal_size(sys.stderr.fileno()).columns
+            lines = text.split("\n")
+            text = "\n".join(part for line in lines for part in wrapped_to(line, _indent(line), width or 80))
         click.echo(text, err=True)
     except OSError:
         redirect_to_null(sys.stderr)
+
+
+def _indent(line: str) -> int:
+    """Return the column at which a line goes on: that of its words, and of a hint below a message."""
+    return len(line) - len(line.lstrip()) or 2
+
+
+def wrapped_to(text: str, indent: int, width: int) -> list[str]:
+    """Return the lines of a text, no wider than ``width`` columns unless a single word is."""
+    if len(text) <= width:
+        return [text]
+    import textwrap
+
+    return textwrap.wrap(
+        text,
+        max(width, MIN_WIDTH),
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        # Ids and options have hyphens and are copied whole.
+        break_on_hyphens=False,
+    )
 
 
 def redirect_to_null(stream: Any) -> None:
