@@ -12,7 +12,7 @@ import binascii
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, Final
 
@@ -67,20 +67,20 @@ def complain(text: str, *, prose: bool = True) -> None:
     if taken(text):
         return
     try:
-        if prose and sys.stderr.isatty():
-            # COLUMNS first, as everywhere; stdout may be no terminal. 0: a terminal that does not know its width.
-            columns = os.environ.get("COLUMNS", "")
-            width = int(columns) if columns.isdecimal() else os.get_terminal_size(sys.stderr.fileno()).columns
-            lines = text.split("\n")
-            text = "\n".join(part for line in lines for part in wrapped_to(line, _indent(line), width or 80))
-        click.echo(text, err=True)
+        click.echo(_broken(text) if prose and sys.stderr.isatty() else text, err=True)
     except OSError:
         redirect_to_null(sys.stderr)
 
 
-def _indent(line: str) -> int:
-    """Return the column at which a line goes on: that of its words, and of a hint below a message."""
-    return len(line) - len(line.lstrip()) or 2
+def _broken(text: str) -> str:
+    """Return the lines as the terminal of stderr has room for them; they go on at their own indent, or at that of a hint."""
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isdecimal() else 0
+    # By number: what a screen puts in the place of sys.stderr has none. stdout may be no terminal.
+    with suppress(OSError):
+        width = width or os.get_terminal_size(2).columns
+    lines = [(line, len(line) - len(line.lstrip()) or 2) for line in text.split("\n")]
+    return "\n".join(part for line, indent in lines for part in wrapped_to(line, indent, width or 80))
 
 
 def wrapped_to(text: str, indent: int, width: int) -> list[str]:
