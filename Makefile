@@ -18,14 +18,14 @@ JOBS ?= 3
 # Which part of the suite (tests/support/suite.py): test, full, slice-1 to slice-3, or several of them.
 TIER ?= test
 
-.PHONY: help rescue rescue-remote rescue-fleet test test-full check lock sbom unit torture docs bench bench-store bench-store-memory bench-polite bench-saves bench-sizes bench-remote bench-fleet setup setup-test preflight clean
+.PHONY: help rescue rescue-remote rescue-fleet test test-full check lock release unit torture docs bench bench-store bench-store-memory bench-polite bench-saves bench-sizes bench-remote bench-fleet setup setup-test preflight clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
 	@echo "make check    formatting, lint, types, layers, known weaknesses of dependencies (no root needed)"
 	@echo "make docs     the documentation as a site, with the API from the docstrings, in build/site/html"
 	@echo "make lock     newest versions of all dependencies into requirements/ (CONTRIBUTING.md)"
-	@echo "make sbom     list of the components of a release, CycloneDX, in dist/"
+	@echo "make release  the distributions of VERSION=… with their components and checksums in dist/, and what is left to do (docs/releasing.md)"
 	@echo "make torture  tries to break every promise for SECONDS=600 with SEED=… DRIVER=kernel (or pyfuse3, kernel-cached) and prints one table of figures"
 	@echo "make bench    measures ciuic next to the plain directory; a table and a plot in benchmarks/results (docs/benchmarks.md)"
 	@echo "make bench-store  measures snapshots next to restic, borg and cp (docs/benchmarks.md)"
@@ -57,8 +57,11 @@ test: preflight-test
 	@$(MAKE) --no-print-directory check
 	JOBS=$(JOBS) PYTHONPATH=tests .ci/with-test-disk $(PY) -m support.suite $(TIER) $(ARGS)
 
+# What passed is recorded for `make release`, if it was the same content all the time.
 test-full:
-	@$(MAKE) --no-print-directory test TIER=full
+	@.ci/setup test
+	@tree=$$($(PY) .ci/build.py) && $(MAKE) --no-print-directory test TIER=full && \
+	{ [ -n "$(ARGS)" ] || [ "$$tree" != "$$($(PY) .ci/build.py)" ] || { mkdir -p dist && echo "$$tree" >dist/tested; }; }
 
 # The advisory service is asked meanwhile: it may take its time to say nothing.
 check:
@@ -74,11 +77,9 @@ lock:
 	@.ci/setup test
 	@.ci/lock $(ARGS)
 
-sbom:
+release:
 	@.ci/setup test
-	@mkdir -p dist
-	$(VENV)/bin/cyclonedx-py requirements --pyproject pyproject.toml --mc-type application --output-reproducible \
-		--of JSON -o dist/ciuic.cdx.json requirements/run.txt
+	@.ci/release $(VERSION)
 
 SECONDS ?= 600
 DRIVER ?= kernel

@@ -6,8 +6,10 @@ Exits with 1 and changes nothing where a fragment has an unknown type or no text
 from __future__ import annotations
 
 import datetime
+import os
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 TYPES = ("security", "removed", "changed", "fixed", "added")
@@ -52,7 +54,8 @@ def main() -> int:
         sys.stderr.write("usage: collect.py VERSION\n")
         return 2
     directory = Path(__file__).resolve().parent
-    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    time_s = int(os.environ.get("SOURCE_DATE_EPOCH", time.time()))
+    today = datetime.datetime.fromtimestamp(time_s, datetime.timezone.utc).date().isoformat()
     try:
         collect(directory, directory.parent / "CHANGELOG.md", sys.argv[1], today)
     except ValueError as error:

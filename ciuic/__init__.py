@@ -9,13 +9,18 @@ It imports neither FUSE nor trio nor click, so that a repository can be read any
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
+# Not imported: `typing` takes 10 ms, in which ^C would show a traceback of a command (ciuic.cli).
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ciuic.training.check_resume import check_resume
     from ciuic.training.manager import SnapshotManager
 
-__version__ = "0.2.0"
+try:
+    # Made when a wheel is built, from the tags (.ci/build.py).
+    from ciuic._version import __version__
+except ModuleNotFoundError:
+    __version__ = "0+checkout"
 __all__ = ["SNAPSHOTS_DIR_NAME", "STATE_DIR_NAME", "SnapshotManager", "__version__", "check_resume"]
 
 STATE_DIR_NAME = b".ciuic-state"

@@ -6,11 +6,14 @@ Leaves all the work to the library; only `commands.daemon` imports ``ciuic.daemo
 
 from __future__ import annotations
 
+# Modules that are loaded already: until `main` runs ^C is answered by the interpreter, with a traceback.
+import _signal  # type: ignore[import-not-found]
 import os
 import sys
-from typing import Final
 
-from ciuic.system.interrupts import raise_interrupts
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Final
 
 # 128 + SIGINT, as shells report it. One code for all three signals: each is a request to end in good order.
 INTERRUPTED: Final = 130
@@ -21,9 +24,16 @@ COMPLETE_VARIABLE: Final = "_CIUIC_COMPLETE"
 
 def main() -> None:
     """Run the installed ``ciuic`` or ``ciuric``."""
-    # Before anything is imported: the interpreter's own handler raises within the locks of an import, too.
-    raise_interrupts()
+    # Before anything is imported: the interpreter's own handler raises within the locks of an import, too. `signal` imports enum.
+    is_ours = _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
+    if is_ours:
+        _signal.signal(_signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     try:
+        from ciuic.system.interrupts import raise_interrupts
+
+        if is_ours:
+            _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+        raise_interrupts()
         _open_missing_streams()
         _run()
     except SystemExit as leaving:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ import click
 
 from ciuic import __version__
 from ciuic.cli import COMPLETE_VARIABLE, INTERRUPTED
-from ciuic.cli.shared.messages import complain, redirect_to_null, shown_text, styled
+from ciuic.cli.shared.messages import complain, shown_text, styled
 from ciuic.cli.shared.options import FrameGroup, global_options, version_option
 from ciuic.cli.shared.output import abandon_stdout, out
 from ciuic.cli.shared.session import Session
@@ -115,6 +116,10 @@ _MODULES: Final = {
 class CommandGroup(FrameGroup):
     """Group that imports a command's module when the command is used, and turns errors into exit codes."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take ``help COMMAND`` for ``COMMAND --help``."""
+        return super().parse_args(ctx, [*args[1:], "--help"] if args[:1] == ["help"] else args)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands in the order of the help."""
         return list(COMMANDS)
@@ -126,7 +131,7 @@ class CommandGroup(FrameGroup):
                 formatter.write_dl(list(commands.items()))
         formatter.write_paragraph()
         with formatter.indentation():
-            formatter.write_text(f"`{ctx.find_root().info_name} COMMAND --help` says more. {_RARE}")
+            formatter.write_text(f"`{ctx.find_root().info_name} help COMMAND` says more. {_RARE}")
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the module of a command and return the command."""
@@ -198,11 +203,9 @@ def guarded(session: Session, run: Callable[[], Any]) -> int:
         code = run()
         code = code if isinstance(code, int) else 0
     except click.ClickException as error:
-        try:
-            error.show()
-        except OSError:
-            # A message that cannot be written changes no exit code, which says the same to a script.
-            redirect_to_null(sys.stderr)
+        shown = io.StringIO()
+        error.show(shown)
+        complain(shown.getvalue().rstrip("\n"))
         code = error.exit_code
         _json_failure(session, error.format_message(), "", code)
     # click raises Abort for ^C during a command, and for ^C and ^D at a question.
@@ -237,7 +240,7 @@ def _failed(session: Session, error: Exception) -> int:
     if session.verbosity >= 2:
         import traceback
 
-        complain("".join(traceback.format_exception(error)).rstrip())
+        complain("".join(traceback.format_exception(error)).rstrip(), prose=False)
     if code == NotPermitted.exit_code:
         hint = "\n".join(filter(None, (hint, _how_sudo_finds_it())))
     # Libraries make their messages printable; what slips through must still not reach a terminal raw. Line by

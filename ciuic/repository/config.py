@@ -92,7 +92,6 @@ def decode_config(data: bytes) -> StoredConfig:
         if version not in _VERSIONS:
             raise UnsupportedFormat(
                 f"the repository has format {version}; this ciuic reads formats up to {_VERSIONS[-1]}",
-                hint="Use the version of ciuic that wrote it, or a later one.",
             )
         config = decode_json(body, StoredConfig)
         _check_identity(config)

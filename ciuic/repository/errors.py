@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ciuic import __version__
 from ciuic.errors import CiuicError, Damaged, DestinationExists, NotPermitted
 from ciuic.types import ChunkId
 
@@ -65,6 +66,12 @@ class DamagedPack(Damaged):
 
 class UnsupportedFormat(CiuicError):
     """The repository was written by a later version of ciuic, or with an unknown hash or compression."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(
+            message,
+            hint=hint or f"this is ciuic {__version__}: use the version that wrote it, or a later one",
+        )
 
 
 class RepositoryExists(DestinationExists):

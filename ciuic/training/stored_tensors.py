@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from math import prod
 from typing import Any, Final, NamedTuple, Protocol
 
+from ciuic import __version__
 from ciuic.errors import Damaged, NotFound, UsageError
 from ciuic.repository import Repository
 from ciuic.repository.block_maps import blocks_of
@@ -365,7 +366,7 @@ def described_tensors(
     state = decode_json(document, STATE_FILE)
     try:
         if state["version"] != STATE_VERSION:
-            raise ValueError("it was written by a later version of ciuic")
+            raise ValueError(f"it was written by a later version of ciuic than {__version__}")
         found: dict[str, DescribedTensor] = {}
         for object_name, skeleton in state["objects"].items():
             files = places(object_name)

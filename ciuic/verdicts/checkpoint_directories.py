@@ -31,6 +31,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from ciuic import __version__
 from ciuic.printable import one_line
 from ciuic.structs import decode_json, json_decoder
 from ciuic.units import plural
@@ -194,7 +195,7 @@ def _check_training_documents(directory: DirectorySource) -> None:
         for name, kind in ((FACTS_FILE, _TrainingFacts), (STATE_FILE, _TrainingState))
     )
     if state.version != _STATE_VERSION:
-        raise NotJudged("it was written by a later version of ciuic")
+        raise NotJudged(f"it was written by a later version of ciuic than {__version__}")
     missing = [name for name in facts.objects if name not in state.objects]
     if missing:
         raise TornContent(f"state.json lacks the object {missing[0]!r}")

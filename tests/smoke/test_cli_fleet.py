@@ -16,6 +16,7 @@ from support import remote_recipe as recipe
 from support.cli_repository import Host
 from support.remote_host import Elsewhere
 
+from ciuic import __version__
 from ciuic.remote.access import open_remote, read_key_file
 from ciuic.remote.host_status import HostStatus, StatusBehind, StatusKey
 from ciuic.remote.object_names import status_name
@@ -86,6 +87,9 @@ def test_the_hosts_are_seen_from_elsewhere(fleet: Fleet) -> None:
         one["reporter"][:8] for one in hosts
     ]
     assert all(line.endswith(" ok") for line in lines[1:3])
+    fleet.tell(b"\2" * 32, msgspec.structs.replace(recipe.STATUS, host="old", ciuic="0.0.9"))
+    told = fleet.elsewhere.start("fleet", "status").stderr.decode()
+    assert f"version {__version__} on 2 hosts; 0.0.9 on old" in told
 
 
 @pytest.mark.full

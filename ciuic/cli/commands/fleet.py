@@ -369,8 +369,21 @@ def _print(
     well = f"{plural(len(hosts) - ill, 'host')} well"
     ill += len(missing)
     note(f"{plural(ill, 'host')} to look at, {well}" if ill else well)
+    _note_versions(hosts)
     if left_out:
         note(f"{left_out} more objects below status/ were not read: somebody may be filling the bucket")
+
+
+def _note_versions(hosts: list[_Host]) -> None:
+    """Say which version of ciuic the hosts run, and which of them run another one than most do."""
+    running: dict[str, list[str]] = {}
+    for host in hosts:
+        if host.read.status is not None and host.read.status.ciuic:
+            running.setdefault(shown_text(host.read.status.ciuic), []).append(host.name)
+    most, *fewer = sorted(running.items(), key=lambda item: -len(item[1])) or [("", [])]
+    others = "".join(f"; {version} on {_short(', '.join(names))}" for version, names in fewer)
+    if most[0]:
+        note(f"version {most[0]} on {plural(len(most[1]), 'host')}{others}")
 
 
 def _row(session: Session, host: _Host) -> tuple[str | Cell, ...]:

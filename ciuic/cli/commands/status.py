@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from ciuic import __version__
 from ciuic.cli.shared import times
 from ciuic.cli.shared.messages import plural, shown_text
 from ciuic.cli.shared.options import FrameCommand
@@ -126,6 +127,8 @@ def _print(status: StatusDocument) -> None:
         f"daemon     {'stopping' if status.stopping else 'running'}, version {status.version}, pid {status.pid}, "
         f"since {times.clock_of(status.since)}"
     )
+    if status.version != __version__:
+        _say(f"           this command is of version {__version__}", fg="yellow")
     _print_snapshots(status)
     store = status.repository
     if store.exists:

@@ -183,8 +183,8 @@ _FISH: Final = r"""function _ciuic_completion
         end
     end
 end
-complete --no-files --command ciuic --arguments "(_ciuic_completion)"
-complete --no-files --command ciuric --arguments "(_ciuic_completion)"
+complete --no-files --keep-order --command ciuic --arguments "(_ciuic_completion)"
+complete --no-files --keep-order --command ciuric --arguments "(_ciuic_completion)"
 """
 
 SCRIPTS: Final = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}

@@ -12,14 +12,17 @@ import binascii
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Final
 
 import click
 
 from ciuic.system.shell_quoting import shown as shown
 from ciuic.units import plural as plural  # every command that shows names counts them, too
+
+# On anything narrower an indented word a line is all that would be left.
+MIN_WIDTH: Final = 20
 
 
 def styled(text: str, **style: Any) -> str:
@@ -56,14 +59,44 @@ def taken(text: str) -> bool:
     return take is not None
 
 
-def complain(text: str) -> None:
-    """Print a line to stderr. A pipe that nobody reads any more is not an error, nor is a full disk: the exit code stays."""
+def complain(text: str, *, prose: bool = True) -> None:
+    """Print a line to stderr; on a terminal ``prose`` is broken between words.
+
+    A pipe that nobody reads any more is not an error, nor is a full disk: the exit code stays.
+    """
     if taken(text):
         return
     try:
-        click.echo(text, err=True)
+        click.echo(_broken(text) if prose and sys.stderr.isatty() else text, err=True)
     except OSError:
         redirect_to_null(sys.stderr)
+
+
+def _broken(text: str) -> str:
+    """Return the lines as the terminal of stderr has room for them; they go on at their own indent, or at that of a hint."""
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isdecimal() else 0
+    # By number: what a screen puts in the place of sys.stderr has none. stdout may be no terminal.
+    with suppress(OSError):
+        width = width or os.get_terminal_size(2).columns
+    lines = [(line, len(line) - len(line.lstrip()) or 2) for line in text.split("\n")]
+    return "\n".join(part for line, indent in lines for part in wrapped_to(line, indent, width or 80))
+
+
+def wrapped_to(text: str, indent: int, width: int) -> list[str]:
+    """Return the lines of a text, no wider than ``width`` columns unless a single word is."""
+    if len(text) <= width:
+        return [text]
+    import textwrap
+
+    return textwrap.wrap(
+        text,
+        max(width, MIN_WIDTH),
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        # Ids and options have hyphens and are copied whole.
+        break_on_hyphens=False,
+    )
 
 
 def redirect_to_null(stream: Any) -> None:

@@ -224,6 +224,10 @@ class PrintsHelp(click.Command):
     Of an error in writing it, click would make exit code 1 for a reader that has left, and a traceback for a full disk.
     """
 
+    def get_short_help_str(self, limit: int = 1000) -> str:
+        """Return the whole summary, which click would cut."""
+        return super().get_short_help_str(limit)
+
     def get_help_option(self, ctx: click.Context) -> click.Option | None:
         """Return the option of click with a callback of our own."""
         option = super().get_help_option(ctx)
@@ -265,11 +269,7 @@ class FrameGroup(PrintsHelp, click.Group):
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl(
-                [
-                    (name, command.get_short_help_str(limit=1000))
-                    for name, command in commands
-                    if command is not None
-                ]
+                [(name, command.get_short_help_str()) for name, command in commands if command is not None]
             )
 
 

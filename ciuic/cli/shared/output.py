@@ -18,12 +18,9 @@ from typing import Any, Final, NamedTuple
 
 import click
 
-from ciuic.cli.shared.messages import complain, redirect_to_null, styled, taken
+from ciuic.cli.shared.messages import MIN_WIDTH, complain, redirect_to_null, styled, taken, wrapped_to
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError
-
-# On anything narrower an indented word a line is all that would be left.
-MIN_WIDTH: Final = 20
 
 
 def out(text: str = "", *, newline: bool = True, **style: Any) -> None:
@@ -54,22 +51,6 @@ def wrapped(text: str, indent: int) -> list[str]:
     """
     width = terminal_width()
     return [text] if width is None else wrapped_to(text, indent, width)
-
-
-def wrapped_to(text: str, indent: int, width: int) -> list[str]:
-    """Return the lines of a text, no wider than ``width`` columns unless a single word is."""
-    if len(text) <= width:
-        return [text]
-    import textwrap
-
-    return textwrap.wrap(
-        text,
-        max(width, MIN_WIDTH),
-        subsequent_indent=" " * indent,
-        break_long_words=False,
-        # Ids and options have hyphens and are copied whole.
-        break_on_hyphens=False,
-    )
 
 
 def terminal_width() -> int | None:

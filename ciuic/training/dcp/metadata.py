@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ciuic import __version__
 from ciuic.training.format import structure
 from ciuic.training.format.tensors import Unsaveable, torch_dtype
 from ciuic.training.json_documents import MALFORMED, decode_json
@@ -83,7 +84,7 @@ def decode_metadata(data: bytes | bytearray) -> Metadata:
     """
     document = decode_json(data, METADATA_FILE)
     if not isinstance(document, dict) or document.get("version") != _VERSION:
-        raise ValueError(f"{METADATA_FILE} was written by a later version of ciuic")
+        raise ValueError(f"{METADATA_FILE} was written by a later version of ciuic than {__version__}")
     found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, ItemLocation] = {}
     try:

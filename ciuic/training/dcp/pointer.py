@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from ciuic import __version__
 from ciuic.errors import NotFound
 from ciuic.repository import Repository
 from ciuic.system.disk import Disk, read_regular
@@ -86,7 +87,9 @@ def decode_checkpoint_pointer(data: bytes, what: str = POINTER_FILE) -> Checkpoi
         raise ValueError(f"{what} is longer than {_MAX_BYTES} bytes")
     document = decode_json(data, what)
     if not isinstance(document, dict) or document.get("version") != _VERSION:
-        raise ValueError(f"{what} was written by a later version of ciuic, or by another program")
+        raise ValueError(
+            f"{what} was written by a later version of ciuic than {__version__}, or by another program"
+        )
     values = [document.get(key) for key in CheckpointPointer._fields]
     if not all(isinstance(value, str) and value and "\0" not in value for value in values):
         raise ValueError(f"{what} is malformed: expected the texts {', '.join(CheckpointPointer._fields)}")

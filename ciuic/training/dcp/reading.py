@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from ciuic import __version__
 from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.repository import Repository, SnapshotInfo
 from ciuic.training import ranks
@@ -416,7 +417,9 @@ def read_objects(snapshot: SnapshotRef, folder: str) -> dict[str, Any]:
     with snapshot.open() as files:
         document = decode_json(files.read(f"{folder}/{OBJECTS_FILE}"), f"{folder}/{OBJECTS_FILE}")
         if not isinstance(document, dict) or document.get("version") != OBJECTS_VERSION:
-            raise ValueError(f"{folder}/{OBJECTS_FILE} was written by a later version of ciuic")
+            raise ValueError(
+                f"{folder}/{OBJECTS_FILE} was written by a later version of ciuic than {__version__}"
+            )
         beside = f"{folder}_objects"
         names = [name for name in files.names() if name.startswith(f"{beside}/") and name.endswith(SUFFIX)]
         lookup = arrays_of(snapshot, files, names).lookup(beside)

@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from ciuic import __version__
 from ciuic.errors import CiuicError, Damaged
 from ciuic.repository import DamagedChunk, Repository, SnapshotInfo, Walker
 from ciuic.repository.snapshots import CommittedSnapshots
@@ -264,7 +265,7 @@ def load_from(
             state = decode_json(files.read(STATE_FILE), STATE_FILE)
             # A later version may mean something else by the same fields.
             if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
-                raise ValueError(f"{id_} was written by a later version of ciuic")
+                raise ValueError(f"{id_} was written by a later version of ciuic than {__version__}")
             arrays = arrays_of(
                 state_ref, files, [name for name in files.names() if name.endswith(SUFFIX)], source
             )

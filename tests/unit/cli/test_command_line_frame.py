@@ -211,8 +211,9 @@ def test_json_failure_is_one_document(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_has_help(name: str) -> None:
-    """Every command can be imported and has a help text."""
+    """Every command can be imported and has a help text, which `help` prints as well."""
     result = CliRunner().invoke(cli, [name, "--help"])
+    assert CliRunner().invoke(cli, ["help", name]).output == result.output
     assert result.exit_code == 0, result.output
     assert result.output.startswith(f"Usage: cli {name}")
 
@@ -380,6 +381,22 @@ def test_an_interrupt_during_the_imports_ends_quietly(command: str, module: str)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
     assert (done.returncode, done.stdout) == (130, b"")
     assert done.stderr in (b"", b"interrupted\n")
+
+
+def test_an_interrupt_before_the_first_import_of_a_command_is_silent() -> None:
+    """^C in the first import of a command, which is that of the handler of ^C, ends it with 130 and says nothing."""
+    code = (
+        "import _signal, sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        _signal.raise_signal(_signal.SIGINT)\n"
+        "_signal.signal(_signal.SIGINT, _signal.default_int_handler)\n"
+        "from ciuic.cli import main\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "sys.argv = ['ciuic', 'list']; main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
 def test_click_errors_are_usage() -> None:

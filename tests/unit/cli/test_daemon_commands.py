@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from support.fake_daemon import FakeDaemon
 
+from ciuic import __version__
 from ciuic.cli.app import cli
 from ciuic.protocol.control_types import (
     Alert,
@@ -154,6 +155,8 @@ def test_status_shows_roots_snapshots_space_and_alerts(config: Path, daemon: Fak
     result = ciuic(config, "status")
     assert result.exit_code == 0
     for text in (
+        "version 9.9",
+        f"this command is of version {__version__}",
         "/data",
         "pyfuse3",
         "mounted",

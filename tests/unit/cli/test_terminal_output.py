@@ -79,6 +79,20 @@ def test_facts_fit_a_narrow_terminal(repository: CliRepository, command: list[st
 
 
 @pytest.mark.parametrize("width", [40, 60])
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [(["restore", "-s", "nosuch", "--all"], 2), (["list", "--sinec", "x"], 2), (["undo"], 3), (["remote", "status"], 3)],
+)  # fmt: skip
+def test_messages_fit_a_narrow_terminal(
+    repository: CliRepository, command: list[str], code: int, width: int
+) -> None:
+    """Errors and their hints are broken between words."""
+    lines = lines_of(on_terminal(repository.path, *command, code=code, COLUMNS=str(width)))
+    assert lines
+    assert too_long(lines, width) == []
+
+
+@pytest.mark.parametrize("width", [40, 60])
 def test_status_and_doctor_fit_a_narrow_terminal(
     repository: CliRepository, short_tmp: Path, width: int
 ) -> None:

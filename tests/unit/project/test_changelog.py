@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-import ciuic
 
 CHECKOUT = Path(__file__).parents[3]
 
@@ -50,8 +47,6 @@ def test_a_wrong_fragment_is_named(tmp_path: Path, collector: ModuleType, name: 
 
 
 def test_the_fragments_that_are_here_are_right(collector: ModuleType) -> None:
-    """The fragments of this checkout are valid, and the changelog has a section for the package's version."""
+    """The fragments of this checkout are valid."""
     if list((CHECKOUT / "changelog.d").glob("*.*.md")):
         collector.section(CHECKOUT / "changelog.d", "0", "2026-01-02")
-    text = (CHECKOUT / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert re.search(rf"^## {re.escape(ciuic.__version__)}\b", text, re.MULTILINE)

@@ -50,6 +50,11 @@ def test_import_ciuic_imports_nothing_else() -> None:
     )
 
 
+def test_a_command_answers_an_interrupt_before_it_imports() -> None:
+    """Nothing is imported before `main` runs, which answers ^C first."""
+    assert _imported("from ciuic.cli import main") == {"__future__", "ciuic", "ciuic.cli"}
+
+
 def test_the_manager_needs_nothing_of_the_daemon_or_the_frameworks() -> None:
     """The manager imports neither daemon nor frameworks, so it works where they are not installed."""
     modules = {name.partition(".")[0] for name in _imported("from ciuic import SnapshotManager")}

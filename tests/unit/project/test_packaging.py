@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.ci import needs
+
+from ciuic import errors
+from ciuic.cli import reference
 
 CHECKOUT = Path(__file__).parents[3]
 PARTS = {"cli": "cli", "daemon": "daemon", "fuse_layer": "fuse_layer"}
@@ -48,7 +53,7 @@ def test_the_wheel_holds_one_package_of_real_files(built: dict[str, Path]) -> No
     with zipfile.ZipFile(built["wheel"]) as wheel:
         infos = {info.filename: info for info in wheel.infolist()}
         tops = {name.split("/")[0] for name in infos}
-        assert {top for top in tops if not top.endswith(".dist-info")} == {"ciuic"}
+        assert {top for top in tops if not top.endswith((".dist-info", ".data"))} == {"ciuic"}
         for info in infos.values():
             assert (info.external_attr >> 16) & 0o170000 in (0, 0o100000), (
                 f"{info.filename} is not a regular file"
@@ -71,7 +76,7 @@ def test_the_sdist_can_be_unpacked_anywhere(built: dict[str, Path]) -> None:
 def test_an_installed_wheel_offers_both_commands_and_no_other_top_level_name(
     built: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The installed wheel provides ciuic and the commands ciuic and ciuric, and no other top-level name."""
+    """The installed wheel provides ciuic, of the version of the source it is from, its commands, and no other top-level name."""
     target = tmp_path / "site"
     _run(
         [
@@ -90,13 +95,39 @@ def test_an_installed_wheel_offers_both_commands_and_no_other_top_level_name(
     assert {"ciuic", "ciuric"} <= {path.name for path in (target / "bin").iterdir()}
     program = (
         "import importlib.util as u, ciuic;"
-        "print(ciuic.__file__, [n for n in ('daemon', 'cli', 'fuse_layer', 'tests') if u.find_spec(n)])"
+        "print(ciuic.__file__, ciuic.__version__, [n for n in ('daemon', 'cli', 'fuse_layer', 'tests') if u.find_spec(n)])"
     )
     # With -S: the environment that runs the tests may have the checkout itself on its path.
     out = _run(
         [sys.executable, "-S", "-c", program], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(target)}
     )
-    assert out.split() == [f"{target}/ciuic/__init__.py", "[]"]
+    version = built["sdist"].name.removeprefix("ciuic-").removesuffix(".tar.gz")
+    assert built["wheel"].name == f"ciuic-{version}-py3-none-any.whl"
+    assert out.split() == [f"{target}/ciuic/__init__.py", version, "[]"]
+
+
+def test_the_wheel_has_a_manual_page_of_each_command(built: dict[str, Path], tmp_path: Path) -> None:
+    """Each command has a manual page, which groff sets without a warning, with all its options and its exit codes."""
+    with zipfile.ZipFile(built["wheel"]) as wheel:
+        wheel.extractall(tmp_path)
+    pages = {path.stem: path for path in tmp_path.glob("*.data/data/share/man/man1/*.1")}
+    sections = reference.options().split("### `ciuic ")[1:]
+    named = {re.sub(r"[^a-z-]+", "-", re.split(" [^a-z]|`", text)[0]): text for text in sections}
+    assert pages.keys() == {"ciuic", *(f"ciuic-{name}" for name in named)}
+    for name, section in named.items():
+        text = pages[f"ciuic-{name}"].read_text()
+        for escape, plain in (("\\-", "-"), ("\\:", ""), ("\\[u2026]", "…")):
+            text = text.replace(escape, plain)
+        assert [
+            one for one in re.findall(r"(?m)^\* `(.*?)`", section) if f"\n\\fB{one}\\fR\n" not in text
+        ] == []
+    assert f".TP\n{errors.Damaged.exit_code}\n" in pages["ciuic"].read_text()
+    needs("" if shutil.which("groff") else "no groff")
+    for page in pages.values():
+        for width in (60, 80):
+            command_line = ["groff", "-man", "-Tutf8", "-ww", f"-rLL={width}n", str(page)]
+            done = subprocess.run(command_line, check=True, capture_output=True, text=True)
+            assert done.stderr == ""
 
 
 def test_an_editable_install_imports_the_checkout_from_anywhere(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from support.small_repository import BLOCK, content, make_snapshot, read_files
 from support.stored import IDENTITIES, KEYED, SEED, SEEDED
 
+from ciuic import __version__
 from ciuic.repository import DamagedRepository, Identity, Repository, UnsupportedFormat
 from ciuic.repository import pack_format as pf
 from ciuic.repository.compression import Codec, Content
@@ -208,10 +209,11 @@ def test_a_configuration_round_trips(identity: Identity | None) -> None:
 
 
 def test_a_later_format_is_named_as_such() -> None:
-    """Format 4 is refused as a later format, not as damage."""
+    """Format 4 is refused as a later format, not as damage, with the version that refuses it."""
     config = msgspec.structs.replace(new_config(KEYED, 4096), format=4)
-    with pytest.raises(UnsupportedFormat, match="format 4; this ciuic reads formats up to 3"):
+    with pytest.raises(UnsupportedFormat, match="format 4; this ciuic reads formats up to 3") as refused:
         decode_config(encode_config(config))
+    assert f"this is ciuic {__version__}: use the version that wrote it" in refused.value.hint
 
 
 def test_a_pack_of_another_hash_is_damage(tmp_path: Path) -> None:

@@ -30,8 +30,7 @@ from ciuic.cli.commands.pick.answers import STATE_STYLES, Line, Node, Version, k
 from ciuic.cli.commands.pick.reader import Answer, Place, Reader
 from ciuic.cli.commands.pick.restoring import Done, Order, ProgressLine, copied, plan, restored
 from ciuic.cli.shared import times
-from ciuic.cli.shared.messages import shown, shown_text
-from ciuic.cli.shared.output import wrapped_to
+from ciuic.cli.shared.messages import shown, shown_text, wrapped_to
 from ciuic.cli.shared.progress import LineReporter
 from ciuic.errors import CiuicError, Partial
 from ciuic.repository.lookup import is_within
