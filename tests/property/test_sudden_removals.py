@@ -65,20 +65,17 @@ class Host:
 
     def snapshot(self, time_ns: int, *, is_online: bool) -> None:
         self.count += 1
-        self.live.append(Fact(SnapshotId(f"cs-{self.count:08x}"), time_ns, is_online and time_ns))
+        self.live.append(Fact(SnapshotId(f"cs-{self.count:08x}"), time_ns, time_ns if is_online else 0))
         # For the test's own time: each plan looks at all of them.
-        if self.count % (1 + len(self.live) // 40) == 0:
-            self.retain()
+        if is_online and self.count % (1 + len(self.live) // 40) == 0:
+            self.catch_up()
 
-    def retain(self) -> None:
+    def catch_up(self) -> None:
+        """Store what was not, the newest first, and give up what retention does not keep."""
         plan = plan_retention(self.live, self.policy, now_ns=self.now_ns, tz=timezone.utc)
         removed = set(plan.removed)
         self.gone += [one.stored_ns for one in self.live if one.id in removed and one.stored_ns]
         self.live = [one for one in self.live if one.id not in removed]
-
-    def catch_up(self) -> None:
-        """Store what was not, the newest first."""
-        self.retain()
         for at, one in reversed(list(enumerate(self.live))):
             if not one.stored_ns:
                 self.now_ns += HOUR_NS // 60
@@ -95,7 +92,7 @@ class Host:
                 self.now_ns += int(step_ns * self.rng.uniform(0.6, 1.0))
                 self.snapshot(self.now_ns, is_online=is_online)
             self.now_ns = until_ns
-            if self.rng.random() < 0.8:
+            if is_online or self.rng.random() < 0.8:
                 self.catch_up()
 
     def times(self) -> Times:
@@ -144,19 +141,3 @@ def test_who_leaves_a_rotation_little_trips(kind: str) -> None:
                 assert is_sudden(host.now_ns + DAY_NS, Times(left, rest), host.levels), (at, left)
             false = [host.now_ns + host.rng.randrange(DAY_NS) for _ in live]
             assert is_sudden(host.now_ns + DAY_NS, Times(false, [*gone, *live]), host.levels), at
-
-
-def test_what_erodes_is_bounded() -> None:
-    """Whoever gives up a part at each collection comes within 30 days to a quarter, and no further."""
-    for share in (2, 3, 10):
-        now_ns = 400 * DAY_NS
-        live = [now_ns - (HOUR_NS << at // 10) for at in range(100)]
-        levels: list[Level] = []
-        while live:
-            levels.append(level_of(now_ns, Times(live, []), levels))
-            now_ns += DAY_NS
-            live, gone = live[::share], [time_ns for at, time_ns in enumerate(live) if at % share]
-            if is_sudden(now_ns, Times(live, gone), levels):
-                break
-        assert len(levels) < 30
-        assert levels[-1].total >= 25

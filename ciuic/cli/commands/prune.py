@@ -22,7 +22,7 @@ from ciuic.cli.shared.messages import plural, warn
 from ciuic.cli.shared.options import FrameCommand, remote_options, use_remote
 from ciuic.cli.shared.output import Cell, Column, json_option, note, out, out_json, out_prose, show_table
 from ciuic.cli.shared.session import LOCK_WAIT_SECONDS, Session, current
-from ciuic.errors import Damaged
+from ciuic.errors import Damaged, Partial
 
 if TYPE_CHECKING:
     from ciuic.maintenance.prune import PruneResult
@@ -260,16 +260,22 @@ def _prune_remote(
         out_json(_remote_document(opened.remote.objects.url, dry_run, spaces))
     else:
         _print_remote(dry_run, spaces)
-    for held in (one for space in spaces for one in space.held):
-        warn(
-            f"{plural(held.snapshots, 'snapshot')} of {', '.join(held.hosts)} (repository {held.repository}) "
-            f"{'was' if held.snapshots == 1 else 'were'} given up at once, as no retention does; their space stays",
-            hint=f"if that was meant: ciuic prune --remote --approve {held.repository}; "
-            "if not, somebody has the key of a host",
-        )
     if refused is not None:
         # After what was done elsewhere.
         raise refused
+    if held := [one for space in spaces for one in space.held]:
+        found = "; ".join(
+            f"{plural(one.snapshots, 'snapshot')} of {', '.join(one.hosts)} (repository {one.repository})"
+            for one in held
+        )
+        message = f"given up at once, as no retention does, and held until a person approves: {found}"
+        approval = " ".join(f"--approve {one.repository}" for one in held)
+        hint = f"if it was meant: ciuic prune --remote {approval}; if not, somebody has the key of a host"
+        if dry_run:
+            warn(message, hint=hint)
+        else:
+            # A timer that ends well is looked at by nobody.
+            raise Partial(message, hint=hint)
 
 
 def _remote_document(url: str, dry_run: bool, spaces: list[CollectedSpace]) -> dict[str, Any]:

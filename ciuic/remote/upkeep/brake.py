@@ -16,9 +16,10 @@ Three things happen to a repository under no retention:
 
 Ages are counted as powers of two: a rotation keeps some of each, however often a host snapshots.
 
-What this cannot see: who gives up less at a time; false snapshots in the place of real ones where the retention keeps the newest
-and no others, or that were stored over weeks. Levels are kept on the collector's host alone, where no key of another host
-reaches; without them only the first of the three is noticed.
+What this cannot see: who gives up half at each of several collections, or leaves a quarter of the snapshots or some of a third of
+their ages; false snapshots in the place of real ones where the retention keeps the newest and no others, or that were stored over
+weeks. Levels are kept on the collector's
+host alone, where no key of another host reaches; without them only the first of the three is noticed.
 
 References:
     docs/remote.md, "Snapshots that were given up at once"; docs/security.md
