@@ -21,7 +21,6 @@ from typing import Final
 
 from ciuic import __version__
 from ciuic.errors import CiuicError, Damaged
-from ciuic.remote.object_names import REPOSITORIES_PREFIX, ROUNDS_PREFIX
 from ciuic.remote.objects.directory_objects import DirectoryObjects
 from ciuic.remote.objects.model import (
     MAX_OBJECT_BYTES,
@@ -54,7 +53,8 @@ from ciuic.system.file_locks import open_locked
 from ciuic.system.poll import readable
 from ciuic.units import format_size
 
-_ROUND: Final = re.compile(rf"(?:{REPOSITORIES_PREFIX}[^/]*/)?{ROUNDS_PREFIX}")
+_ROUND: Final = re.compile("(?:repositories/[^/]*/)?gc/")
+"""Objects of rounds, of the remote and of a repository in it (docs/remote-format.md, section 2)."""
 _WORKERS: Final = 8
 _MAX_OPEN: Final = 16
 """Requests without an answer beyond which no frame is read; twice the workers, so that these do not wait for the line."""
