@@ -269,3 +269,21 @@ def test_forget_of_a_remote_is_asked_for_by_name_and_lasts(host: Host, nas: Path
     assert status["behind"]["snapshots"] == 0
     host.run("remote", "upload", "--once", "--again", first)
     assert listed() == {first, second}
+
+
+def test_what_was_given_up_at_once_is_held_until_it_is_approved(host: Host, nas: Path) -> None:
+    """Where another machine gave up everything, prune names the repository, deletes nothing, and ends with 8; --approve lets it go."""
+    cache = host.env.get("XDG_CACHE_HOME", "")
+    host.env["XDG_CACHE_HOME"] = str(host.top / "elsewhere")
+    host.run("forget", "--remote", "-y", *(row.id for row in host.list()))
+    host.env["XDG_CACHE_HOME"] = cache
+    before = packs(nas)
+    host.run("prune", "--remote", "--dry-run")
+    refused = host.run("prune", "--remote", "--json", expect=8)
+    ((held,),) = [space["held"] for space in json.loads(refused.stdout)["spaces"]]
+    assert held["snapshots"] == 2
+    assert f"--approve {held['repository']}" in " ".join(refused.stderr.decode().split())
+    assert packs(nas) == before
+    host.run("prune", "--approve", held["repository"], expect=2)
+    done = host.json("prune", "--remote", "--approve", held["repository"])
+    assert (done["freed_bytes"] > 1_200_000, done["spaces"][0]["held"]) == (True, [])

@@ -146,6 +146,7 @@ OURS: Final[dict[str, str]] = {
     "ciuic/remote/access.py": "random bytes of this process",
     "ciuic/training/remote/upload_process.py": "an argument that the trainer gives its own process",
     "ciuic/remote/writer_log.py": "a file in a directory of the uploader's own",
+    "ciuic/remote/upkeep/brake.py": "a file in the cache of the collector, which is this user's own",
     "ciuic/remote/log_reader.py": "a cache in a directory of the uploader's own",
     "ciuic/maintenance/references.py": "numbers of names that treeformat has checked",
     "ciuic/maintenance/chunkset.py": "ids of chunks",

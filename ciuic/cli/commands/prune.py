@@ -10,6 +10,7 @@ anywhere, the next run of any host goes on.
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from ciuic.cli.shared.messages import plural, warn
 from ciuic.cli.shared.options import FrameCommand, remote_options, use_remote
 from ciuic.cli.shared.output import Cell, Column, json_option, note, out, out_json, out_prose, show_table
 from ciuic.cli.shared.session import LOCK_WAIT_SECONDS, Session, current
-from ciuic.errors import Damaged
+from ciuic.errors import Damaged, Partial
 
 if TYPE_CHECKING:
     from ciuic.maintenance.prune import PruneResult
@@ -35,19 +36,35 @@ if TYPE_CHECKING:
     metavar="DURATION",
     help="With --remote: spare packs that became cold within this time (180d), for which the store charges in any case.",
 )
+@click.option(
+    "--approve",
+    multiple=True,
+    metavar="ID|HOST",
+    help="With --remote: let go what a repository, or all of a host, gave up at once and collections hold; may be repeated.",
+)
 @remote_options
 @json_option
-def command(dry_run: bool, spare_cold: str | None, remote: bool, name: str, as_json: bool) -> None:
+def command(
+    dry_run: bool,
+    spare_cold: str | None,
+    approve: tuple[str, ...],
+    remote: bool,
+    name: str,
+    as_json: bool,
+) -> None:
     """Apply the retention policy and free space.
 
     With --remote the space of a remote that no snapshot of any host needs; each host's uploader applies the remote's retention.
     """
     session = current()
     if use_remote(session, remote, name):
-        _prune_remote(session, dry_run=dry_run, spare_cold=_seconds(spare_cold), as_json=as_json)
+        _prune_remote(
+            session, dry_run=dry_run, spare_cold=_seconds(spare_cold), approve=approve, as_json=as_json
+        )
         return
-    if spare_cold is not None:
-        raise click.UsageError("--spare-cold goes with --remote")
+    for option, given in (("--spare-cold", spare_cold is not None), ("--approve", bool(approve))):
+        if given:
+            raise click.UsageError(f"{option} goes with --remote")
     report = _prune(session, dry_run)
     if as_json:
         out_json(_document(report))
@@ -182,13 +199,16 @@ def _print(report: PruneResult) -> None:
         note(line)
 
 
-def _prune_remote(session: Session, *, dry_run: bool, spare_cold: int, as_json: bool) -> None:
+def _prune_remote(
+    session: Session, *, dry_run: bool, spare_cold: int, approve: Sequence[str], as_json: bool
+) -> None:
     """Collect the remote that the session reads, and print the result.
 
     Args:
         session: The session.
         dry_run: Only say what would be done.
         spare_cold: Seconds since when packs that became cold are spared.
+        approve: Repositories and hosts of which everything that was given up may go.
         as_json: Print a document.
     """
     from ciuic.cli.shared.progress import progress
@@ -216,13 +236,19 @@ def _prune_remote(session: Session, *, dry_run: bool, spare_cold: int, as_json: 
         try:
             if dry_run:
                 preview_collection(
-                    opened, now_ns=session.now_ns, policy=policy, between=between, collected=spaces.append
+                    opened,
+                    now_ns=session.now_ns,
+                    policy=policy,
+                    approved=approve,
+                    between=between,
+                    collected=spaces.append,
                 )
             else:
                 collect_remote(
                     opened,
                     host=own_name(),
                     policy=policy,
+                    approved=approve,
                     between=between,
                     collected=spaces.append,
                 )
@@ -237,6 +263,19 @@ def _prune_remote(session: Session, *, dry_run: bool, spare_cold: int, as_json: 
     if refused is not None:
         # After what was done elsewhere.
         raise refused
+    if held := [one for space in spaces for one in space.held]:
+        found = "; ".join(
+            f"{plural(one.snapshots, 'snapshot')} of {', '.join(one.hosts)} (repository {one.repository})"
+            for one in held
+        )
+        message = f"given up at once, as no retention does, and held until a person approves: {found}"
+        approval = " ".join(f"--approve {one.repository}" for one in held)
+        hint = f"if it was meant: ciuic prune --remote {approval}; if not, somebody has the key of a host"
+        if dry_run:
+            warn(message, hint=hint)
+        else:
+            # A timer that ends well is looked at by nobody.
+            raise Partial(message, hint=hint)
 
 
 def _remote_document(url: str, dry_run: bool, spaces: list[CollectedSpace]) -> dict[str, Any]:
@@ -256,6 +295,7 @@ def _remote_document(url: str, dry_run: bool, spaces: list[CollectedSpace]) -> d
                 "unreadable_packs": list(space.unreadable),
                 "decayed_packs": list(space.decayed),
                 "checked_bytes": space.checked_bytes,
+                "held": [one._asdict() for one in space.held],
                 "unfinished_round": space.unfinished,
             }
             for space in spaces

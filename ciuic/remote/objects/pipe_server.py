@@ -2,7 +2,7 @@
 
 Guarantees: what a reply confirms is durable, as `DirectoryObjects` has it. Of a client that vanishes nothing stays but
 whole objects, and the process ends. With ``append_only`` no object is deleted or replaced: whoever has the key of a host
-can add, and take nothing away. With ``max_bytes`` nothing is stored that would make the directory larger than that. Memory is bounded whatever a client sends and whether or not it reads the replies: no
+can add, and take nothing away; nor can he add objects of rounds (``gc/``), by which a collector deletes. With ``max_bytes`` nothing is stored that would make the directory larger than that. Memory is bounded whatever a client sends and whether or not it reads the replies: no
 frame is read while `_MAX_OPEN` requests have no answer, and of bodies `_HELD_BYTES` are held each way, or one longer one.
 
 Leaves to sshd who may connect, and to `pipe_protocol` what the bytes mean.
@@ -11,6 +11,7 @@ Leaves to sshd who may connect, and to `pipe_protocol` what the bytes mean.
 from __future__ import annotations
 
 import os
+import re
 import struct
 import threading
 import time
@@ -52,6 +53,8 @@ from ciuic.system.file_locks import open_locked
 from ciuic.system.poll import readable
 from ciuic.units import format_size
 
+_ROUND: Final = re.compile("(?:repositories/[^/]*/)?gc/")
+"""Objects of rounds, of the remote and of a repository in it (docs/remote-format.md, section 2)."""
 _WORKERS: Final = 8
 _MAX_OPEN: Final = 16
 """Requests without an answer beyond which no frame is read; twice the workers, so that these do not wait for the line."""
@@ -302,9 +305,11 @@ class _Server:
             raise RemoteRefused("the first request has to be open")
         match request.operation:
             case "put":
+                self._refuse_round(name)
                 self._take_room(name, body)
                 self._put(objects, name, body)
             case "create":
+                self._refuse_round(name)
                 self._take_room(name, body)
                 return Reply(created=objects.create(name, body)), ()
             case "get":
@@ -341,6 +346,14 @@ class _Server:
         if self._max_bytes is not None:
             self._quota = _Quota(self._objects, self._directory, self._max_bytes)
         return Reply(program=__version__, directory=self._directory, append_only=self._append_only)
+
+    def _refuse_round(self, name: str) -> None:
+        """Refuse what only a collector stores, where nothing may be deleted: hosts believe what rounds say is gone."""
+        if self._append_only and _ROUND.match(name):
+            raise RemoteRefused(
+                f"cannot create {name} in {self._directory}: this key may not collect",
+                hint="collect with another key, or on the server itself",
+            )
 
     def _take_room(self, name: str, body: bytearray) -> None:
         if self._quota is not None:

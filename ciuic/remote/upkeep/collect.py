@@ -9,7 +9,7 @@ it again only when told to (``ciuic remote upload --again``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Final, NamedTuple
@@ -25,6 +25,7 @@ from ciuic.remote.reading.remote_repository import SpaceReader
 from ciuic.remote.reading.remote_snapshots import CommittedEntry
 from ciuic.remote.remote_index import RemoteIndex, cold_packs
 from ciuic.remote.sets import remove_old_sets
+from ciuic.remote.upkeep.brake import Brake, HeldRepository
 from ciuic.remote.upkeep.collection_round import (
     DEFAULT_POLICY,
     CollectionPolicy,
@@ -66,6 +67,8 @@ class CollectedSpace(NamedTuple):
     """Packs in which a needed chunk could not be read; what else has it stays."""
     checked_bytes: int
     """Stored bytes of copies that were read because others were deleted."""
+    held: tuple[HeldRepository, ...]
+    """Repositories of which most was given up at once: it stays until a person approves."""
     unfinished: bool
     """Result of a dry run: a round is under way, which the next collection ends first."""
 
@@ -75,6 +78,7 @@ def collect_remote(
     *,
     host: str,
     policy: CollectionPolicy = DEFAULT_POLICY,
+    approved: Collection[str] = (),
     between: Callable[[], None] = lambda: None,
     collected: Callable[[CollectedSpace], None] = lambda space: None,
 ) -> list[CollectedSpace]:
@@ -84,6 +88,7 @@ def collect_remote(
         opened: The remote.
         host: Name of this host, for people.
         policy: What is worth collecting.
+        approved: Ids of repositories and labels of hosts of which everything that was given up may go (`Brake`).
         between: Called often.
         collected: Called with each result, also where the end is an error.
 
@@ -93,7 +98,9 @@ def collect_remote(
         RemoteUnreachable: the store did not answer for too long.
         RemoteRefused: these credentials may not delete.
     """
-    spaces = _in_each_space(opened, lambda reader: _collect(reader, host, policy, between), collected)
+    spaces = _in_each_space(
+        opened, lambda reader: _collect(reader, host, policy, approved, between), collected
+    )
     objects = opened.remote.objects
     objects.delete(expired_statuses(objects.list(STATUS_PREFIX)))
     # Hosts that may not delete leave theirs.
@@ -106,6 +113,7 @@ def preview_collection(
     *,
     now_ns: int,
     policy: CollectionPolicy = DEFAULT_POLICY,
+    approved: Collection[str] = (),
     between: Callable[[], None] = lambda: None,
     collected: Callable[[CollectedSpace], None] = lambda space: None,
 ) -> list[CollectedSpace]:
@@ -114,7 +122,9 @@ def preview_collection(
     Raises:
         Damaged, RemoteUnreachable: as `collect_remote`.
     """
-    return _in_each_space(opened, lambda reader: _preview(reader, now_ns, policy, between), collected)
+    return _in_each_space(
+        opened, lambda reader: _preview(reader, now_ns, policy, approved, between), collected
+    )
 
 
 def _in_each_space(
@@ -167,10 +177,11 @@ def open_collector(
     *,
     host: str,
     policy: CollectionPolicy = DEFAULT_POLICY,
+    brake: Brake | None = None,
     between: Callable[[], None] = lambda: None,
     fresh: bool = False,
 ) -> Iterator[Collector]:
-    """Provide a collector of a space, with an index of its own in the cache, or a ``fresh`` one."""
+    """Provide a collector of a space, with an index of its own in the cache, or a ``fresh`` one; by default it has this host's brake."""
     space = reader.space
     marked = live_chunks(reader, between=between)
 
@@ -192,19 +203,29 @@ def open_collector(
                 ),
                 index=index,
                 mark=mark,
+                brake=brake or _brake(reader),
                 policy=policy,
             )
         finally:
             index.close()
 
 
+def _brake(reader: SpaceReader, approved: Collection[str] = (), *, is_preview: bool = False) -> Brake:
+    return Brake(reader.cache.path / "levels", approved=approved, is_preview=is_preview)
+
+
 def _collect(
-    reader: SpaceReader, host: str, policy: CollectionPolicy, between: Callable[[], None]
+    reader: SpaceReader,
+    host: str,
+    policy: CollectionPolicy,
+    approved: Collection[str],
+    between: Callable[[], None],
 ) -> CollectedSpace:
+    brake = _brake(reader, approved)
     sizes: dict[PackRef, int] = {}
     cold = cold_packs(reader.space.objects)
     results: list[CollectionResult] = []
-    with open_collector(reader, host=host, policy=policy, between=between) as collector:
+    with open_collector(reader, host=host, policy=policy, brake=brake, between=between) as collector:
         empty = 0
         while empty < _MAX_EMPTY_ROUNDS:
             result = reader.retry.call(collector.run)
@@ -214,6 +235,7 @@ def _collect(
             if result.round < 0:
                 break
             empty += not (result.packs or result.manifests)
+    brake.note()
     packs = tuple(ref for result in results for ref in result.packs)
     return CollectedSpace(
         reader.space.id,
@@ -226,14 +248,20 @@ def _collect(
         tuple(ref for ref in packs if ref in cold),
         tuple(sorted(set().union(*(result.decayed for result in results)))),
         sum(result.checked_bytes for result in results),
+        brake.held,
         False,
     )
 
 
 def _preview(
-    reader: SpaceReader, now_ns: int, policy: CollectionPolicy, between: Callable[[], None]
+    reader: SpaceReader,
+    now_ns: int,
+    policy: CollectionPolicy,
+    approved: Collection[str],
+    between: Callable[[], None],
 ) -> CollectedSpace:
-    with open_collector(reader, host="", policy=policy, between=between) as collector:
+    brake = _brake(reader, approved, is_preview=True)
+    with open_collector(reader, host="", policy=policy, brake=brake, between=between) as collector:
         found = collector.preview(now_ns)
     cold = cold_packs(reader.space.objects)
     sizes = {pack.ref: pack.size_bytes for pack in reader.lookup.packs().values()}
@@ -248,6 +276,7 @@ def _preview(
         tuple(ref for ref in found.packs if ref in cold),
         (),
         0,
+        brake.held,
         found.unfinished,
     )
 
@@ -323,10 +352,12 @@ def give_up_snapshots(opened: ReadableRemote, ids: Sequence[SnapshotId], *, host
 def _remove(reader: SpaceReader, entries: Sequence[CommittedEntry], host: str) -> None:
     if not entries:
         return
-    log = operator_log(reader, host)
+    log, brake = operator_log(reader, host), _brake(reader)
     reader.retry.call(log.hello)
     for start in range(0, len(entries), _ENTRIES_AT_ONCE):
         some = entries[start : start + _ENTRIES_AT_ONCE]
         manifests = [name for entry in some for name in (entry.live.manifest, *entry.also)]
         snapshots = [GivenUp(entry.live.repository, entry.live.snapshot) for entry in some]
+        # Before: a removal that the store has, and this host does not know as a person's, would be held.
+        brake.give_up(manifests)
         reader.retry.call(partial(log.remove, manifests, snapshots))

@@ -14,6 +14,11 @@ The order of the steps is the safety argument (docs/remote-format.md, section 8)
    needed chunk a copy that stays is read: one that has decayed in the store counts for nothing (`_KeptCopies`);
 5. create ``gc/<r>.final``, whichever stands is valid; 6. delete just that; 7. create ``gc/<r>.done``.
 
+A decision that another one has made is compared with the logs first, after the fences: whoever has a host's key may be able to
+create objects of rounds. An honest one names nothing that is needed, whenever it is looked at. Any other is not carried out.
+
+What was given up more suddenly than by a retention (`Brake`) counts as live here, and nowhere else.
+
 A listing is not believed alone. Each one of logs must have the entry with which this collector began, logs are listed until
 a listing brings none without a fence, and logs that commit nothing are no reason to delete everything.
 
@@ -49,8 +54,10 @@ from ciuic.remote.documents import (
     LogFence,
     StoredRound,
     create_round,
+    decode_manifest,
     encode_round,
     object_digest,
+    read_document,
     read_round,
 )
 from ciuic.remote.errors import DamagedRemote
@@ -91,6 +98,7 @@ from ciuic.remote.reading.remote_repository import RemoteRepository, SpaceReader
 from ciuic.remote.reading.remote_snapshots import CommittedEntry, Manifests, RemoteSnapshots
 from ciuic.remote.remote_index import ChunkCopy, RemoteIndex, cold_packs
 from ciuic.remote.sealing.sealer import TAG_BYTES, Sealer
+from ciuic.remote.upkeep.brake import Brake
 from ciuic.remote.writer_log import LogUpkeep, WriterLog, append_to_log
 from ciuic.repository import Walker
 from ciuic.repository.chunk_reader import MAX_READ_BASE_DEPTH
@@ -596,6 +604,7 @@ class Collector:
         reader: Reader of all logs.
         index: Index of the remote.
         mark: Function that finds the chunks of snapshots.
+        brake: Holds what was given up at once; None: nothing.
         policy: What is worth collecting.
         upkeep: Upkeep of logs; None for the usual one.
         repacker: Maker of a `Repacker` for a round; None for the usual one.
@@ -612,6 +621,7 @@ class Collector:
         reader: LogReader,
         index: RemoteIndex,
         mark: MarkSnapshots,
+        brake: Brake | None = None,
         policy: CollectionPolicy = DEFAULT_POLICY,
         upkeep: LogUpkeep | None = None,
         repacker: Callable[[], Repacker] | None = None,
@@ -624,6 +634,7 @@ class Collector:
         self._reader = reader
         self._index = index
         self._mark = mark
+        self._brake = brake
         self._policy = policy
         self._upkeep = upkeep or LogUpkeep(objects, sealer, reader)
         # One for all rounds: what the first one was refused is not tried again.
@@ -635,6 +646,9 @@ class Collector:
         self._repacked_bytes = 0
         self._stored: list[ObjectInfo] = []
         self._young: list[UnloggedManifest] = []
+        self._held: dict[str, LiveManifest] = {}
+        # By manifest; None for one that cannot be read.
+        self._gone: dict[str, LiveManifest | None] = {}
         self._unreadable: tuple[PackRef, ...] = ()
         self._is_all_known = True
         # Packs that were written by this collector: of records that were verified then.
@@ -747,6 +761,9 @@ class Collector:
             self._fence_logs(round_)
             decided = self._decide_all(round_, content) if content.whole is True else self._decide(content)
             content = create_round(self._objects, self._sealer, round_, "final", decided)
+            part = "begun" if content.nonce == decided.nonce else "final"
+        if part == "final":
+            self._require_honest(round_, content)
         if content.whole is True:
             self._end_replaced(round_, content)
         delete_condemned(self._objects, content)
@@ -764,6 +781,28 @@ class Collector:
             self._unreadable,
             tuple(sorted(self._kept.decayed)),
             self._kept.read_bytes,
+        )
+
+    def _require_honest(self, round_: int, decision: StoredRound) -> None:
+        """Raise DamagedRemote if the decision of another collector names what is needed, or what its round did not condemn."""
+        # A forged round has none: a writer that does not know it may rely on its packs at any time.
+        self._fence_logs(round_)
+        begun = read_round(self._objects, self._sealer, round_, "begun")
+        live = self._list_and_mark()
+        packs = {
+            number for ref in decision.condemned if (number := self._index.number(PackRef(ref))) is not None
+        }
+        if (self._reader.live().keys() | self._held.keys()).isdisjoint(decision.manifests) and not (
+            set(decision.condemned) - set(begun.condemned)
+            or set(decision.manifests) - set(begun.manifests)
+            or any(all(copy.pack in packs for copy in copies) for _, copies in live_groups(self._index, live))
+        ):
+            return
+        raise DamagedRemote(
+            round_name(round_, "final"),
+            "this decision of a collection deletes what snapshots need, or what was given up at once and is held; nothing was deleted",
+            hint="if nobody has approved that elsewhere, somebody with the key of a host has made it up: withdraw that key, see that "
+            "no other collection runs, delete this object in the store, and collect again",
         )
 
     def _end_replaced(self, round_: int, content: StoredRound) -> None:
@@ -886,7 +925,9 @@ class Collector:
     def _unneeded_manifests(self, young_since: int) -> list[str]:
         live = self._reader.live()
         return [
-            info.name for info in self._stored if info.name not in live and info.modified_ns < young_since
+            info.name
+            for info in self._stored
+            if info.name not in live and info.name not in self._held and info.modified_ns < young_since
         ]
 
     def _fence_logs(self, round_: int) -> None:
@@ -928,7 +969,7 @@ class Collector:
             live,
             lambda chunks: self._kept.whole_elsewhere(chunks, doomed),
         )
-        snapshots = self._reader.live()
+        snapshots = self._reader.live().keys() | self._held.keys()
         # Logs were read after the fences: what begins to move later is not condemned here (`WriterLog.move`).
         refs = {*(self._index.ref(number) for number in doomed), *given_up} - self._reader.moving()
         return StoredRound(
@@ -963,7 +1004,7 @@ class Collector:
                         "nothing was deleted",
                         hint=_ELSEWHERE_HINT,
                     )
-                snapshots = self._reader.live()
+                snapshots = self._reader.live().keys() | self._held.keys()
                 return StoredRound(
                     nonce=self._new_id(),
                     condemned=tuple(sorted(doomed)),
@@ -1012,11 +1053,12 @@ class Collector:
         return known >= len(live)
 
     def _mark_all(self, snapshots: Mapping[str, LiveManifest]) -> LiveChunks:
-        """Return what snapshots refer to, and manifests that are about to be committed as far as it is there.
+        """Return what snapshots refer to, and manifests that are held or about to be committed as far as it is there.
 
-        Their writer may be killed and its host lost. A repair, which cannot tell this from a log that was cut, commits them then.
+        The writer of the latter may be killed and its host lost. A repair, which cannot tell this from a log that was cut, commits
+        them then.
         """
-        young: dict[str, LiveManifest] = {}
+        young = dict(self._held)
         for one in self._young:
             with suppress(*_UNREADABLE):
                 stored = decode_any_snapshot(one.manifest.snapshot)
@@ -1045,6 +1087,41 @@ class Collector:
         # After the logs: the packs of every commit that was read are there.
         self._unreadable = tuple(self._index.refresh(self._objects, self._sealer).unreadable)
         self._index.drop(self._policy.damaged)
+        if self._brake is not None:
+            self._held = self._hold(self._brake)
+
+    def _hold(self, brake: Brake) -> dict[str, LiveManifest]:
+        """Return the snapshots that were given up, are stored, and count as live."""
+        now_ns, live, removed = self._now_ns(), self._reader.live(), self._reader.removed()
+        known = {*live, *(one.name for one in self._young)}
+        # Also of those that no log removes: a sum can leave out what it does not want.
+        gone = [
+            info.name
+            for info in self._stored
+            if info.name not in known
+            and (info.name in removed or info.modified_ns < now_ns - DEFAULT_YOUNG_NS)
+        ]
+        with ThreadPoolExecutor(_MANIFEST_THREADS) if self._threads > 1 else InlinePool() as pool:
+            unread = [name for name in gone if name not in self._gone]
+            self._gone |= zip(unread, pool.map(self._given_up_manifest, unread), strict=True)
+        return brake.hold(
+            now_ns,
+            {info.name: info.modified_ns for info in self._stored},
+            live,
+            {name: one for name in gone if (one := self._gone[name]) is not None},
+        )
+
+    def _given_up_manifest(self, name: str) -> LiveManifest | None:
+        """Return what a manifest says of itself; None for one that nobody can read."""
+
+        def decode(data: bytes) -> LiveManifest:
+            stored = decode_any_snapshot(decode_manifest(self._sealer, name, data).snapshot)
+            return LiveManifest(stored.repository, stored.id, name, object_digest(data))
+
+        try:
+            return read_document(self._objects, name, decode)
+        except (NoSuchObject, *_UNREADABLE):
+            return None
 
     def _require_logs(self) -> None:
         """Raise LostCommits if a log is gone, or cut, that must have committed a manifest."""

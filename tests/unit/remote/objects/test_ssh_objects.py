@@ -167,6 +167,13 @@ def test_a_key_that_may_only_add(ssh_server: SshServer) -> None:
             client.put("packs/a", [b"spoilt"])
         with pytest.raises(RemoteRefused, match="may only add"):
             client.delete(["packs/a"])
+        # A decision of a collector deletes.
+        for name in ("gc/0000000000.final", f"repositories/{'ab' * 16}/gc/0000000000"):
+            with pytest.raises(RemoteRefused, match="may not collect"):
+                client.create(name, b"{}")
+            with pytest.raises(RemoteRefused, match="may not collect"):
+                client.put(name, [b"{}"])
+        assert client.create("manifests/gc/0-0/host", b"a job of that name")
         assert client.get("packs/a") == b"kept"
         # A host still says how it is: each hour under a new name.
         sealer, told = Sealer(recipe.REMOTE_ID, None), [recipe.STATUS]

@@ -1,0 +1,213 @@
+"""Brake of collections: what somebody with a host's key gives up at once stays until a person approves."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.remote_host import RemoteHost, new_remote, reading
+from support.restoring import write
+
+from ciuic.maintenance.verify import verify_snapshots
+from ciuic.remote.access import Remote
+from ciuic.remote.documents import LogRemove, LogState, StoredRound, create_round
+from ciuic.remote.errors import DamagedRemote
+from ciuic.remote.log_reader import LogReader
+from ciuic.remote.object_names import MANIFESTS_PREFIX, PACKS_PREFIX, new_hex_id, parse_pack, round_name
+from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
+from ciuic.remote.objects.model import ObjectInfo
+from ciuic.remote.upkeep.collect import (
+    CollectedSpace,
+    collect_remote,
+    give_up_snapshots,
+    preview_collection,
+    resolve_snapshots,
+)
+from ciuic.remote.upkeep.collection_round import CollectionPolicy
+from ciuic.remote.writer_log import append_to_log
+from ciuic.types import order_of
+
+AT_ONCE = CollectionPolicy(young_ns=0, repack_share=0.6)
+
+
+HOUR_NS = 3600 * 10**9
+
+
+class AgedObjects(MemoryObjects):
+    """Objects in memory whose store says that some were stored earlier."""
+
+    def __init__(self, bucket: str) -> None:
+        super().__init__(bucket)
+        self.aged_ns: dict[str, int] = {}
+
+    def info(self, name: str) -> ObjectInfo | None:
+        found = super().info(name)
+        return found and self._aged(found)
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        return map(self._aged, super().list(prefix, after=after))
+
+    def _aged(self, info: ObjectInfo) -> ObjectInfo:
+        return info._replace(modified_ns=info.modified_ns - self.aged_ns.get(info.name, 0))
+
+
+@pytest.fixture
+def objects() -> Iterator[AgedObjects]:
+    name = f"brake-{os.urandom(6).hex()}"
+    yield AgedObjects(name)
+    forget_bucket(name)
+
+
+@pytest.fixture
+def remote(objects: AgedObjects) -> Remote:
+    return new_remote(objects)
+
+
+def uploaded(place: Path, remote: Remote, count: int) -> RemoteHost:
+    """Upload so many snapshots of a new host."""
+    host = RemoteHost(place, remote, name=place.name)
+    for number in range(count):
+        write(host.root / f"{number}", os.urandom(20_000))
+        host.snapshot()
+        host.upload()
+    return host
+
+
+def attack(remote: Remote, *spared: str, by_sum: bool = False) -> None:
+    """Give up all snapshots but those, by entries that anybody with a host's key can append to any log."""
+    logs = LogReader(remote.objects, remote.sealer)
+    logs.refresh()
+    for writer, summary in logs.logs.items():
+        given_up = tuple(name for name, one in summary.committed.items() if one.snapshot not in spared)
+        left = tuple(one for one in summary.committed.values() if one.snapshot in spared)
+        entry = (
+            LogState(nonce=new_hex_id(), live=left, removed=())
+            if by_sum
+            else LogRemove(nonce=new_hex_id(), manifests=given_up)
+        )
+        assert append_to_log(remote.objects, remote.sealer, writer, summary, entry)
+
+
+def collect(remote: Remote, cache: Path, *approved: str) -> CollectedSpace:
+    with reading(remote, cache) as opened:
+        (space,) = collect_remote(opened, host="operator", policy=AT_ONCE, approved=approved)
+    return space
+
+
+def age(objects: AgedObjects, remote: Remote, host: RemoteHost, ages_ns: list[int]) -> None:
+    """Let the store say that a host's snapshots, the oldest first, were stored so long ago."""
+    logs = LogReader(remote.objects, remote.sealer)
+    logs.refresh()
+    names = {one.snapshot: name for name, one in logs.live().items()}
+    objects.aged_ns |= {names[id_]: ns for id_, ns in zip(ids(host), ages_ns, strict=True)}
+
+
+def ids(host: RemoteHost) -> list[str]:
+    """Return the snapshots of a host, the newest last."""
+    return [one.id for one in sorted(host.repository.snapshots.list(), key=order_of)]
+
+
+def stored(remote: Remote, prefix: str = "") -> set[str]:
+    return {info.name for info in remote.objects.list(prefix)}
+
+
+def test_what_is_given_up_at_once_stays_until_a_person_approves(remote: Remote, tmp_path: Path) -> None:
+    """A collection on a new machine deletes none of it, says so each time, and deletes it when told to; other hosts' are collected as ever."""
+    host = uploaded(tmp_path / "h1", remote, 4)
+    other = uploaded(tmp_path / "h2", remote, 4)
+    newest = ids(other)[-1]
+    packs = stored(remote, PACKS_PREFIX)
+    attack(remote, newest)
+    for _ in range(2):
+        space = collect(remote, tmp_path / "cache")
+        assert [(one.repository, one.hosts, one.snapshots) for one in space.held] == [
+            (host.repository.id, ("h1",), 4)
+        ]
+        assert not {name for name in space.manifests if "/h1-" in name}
+    assert len(stored(remote, MANIFESTS_PREFIX)) == 5
+    assert len(packs & stored(remote, PACKS_PREFIX)) >= len(packs) // 2
+    with reading(remote, tmp_path / "cache") as opened:
+        (said,) = preview_collection(opened, now_ns=2**62, policy=AT_ONCE, approved=["h1"])
+    assert (len(said.manifests), said.held) == (4, ())
+    space = collect(remote, tmp_path / "cache", host.repository.id)
+    assert (len(space.manifests), space.held) == (4, ())
+    assert len(stored(remote, MANIFESTS_PREFIX)) == 1
+    with reading(remote, tmp_path / "other cache") as opened:
+        assert opened.snapshots.ids() == [newest]
+        assert verify_snapshots(opened.repositories[0], checksum=True).damages == []
+
+
+def test_a_collector_that_saw_the_snapshots_notices_what_a_new_one_cannot(
+    objects: AgedObjects, remote: Remote, tmp_path: Path
+) -> None:
+    """Where the newest is spared, what was live at an earlier collection says that the others were given up at once; they are held for good."""
+    host = uploaded(tmp_path / "h1", remote, 8)
+    age(objects, remote, host, [(2 << (7 - at)) * HOUR_NS for at in range(8)])
+    assert not collect(remote, tmp_path / "cache").held
+    attack(remote, ids(host)[-1])
+    with reading(remote, tmp_path / "new cache") as opened:
+        (said,) = preview_collection(opened, now_ns=time.time_ns(), policy=AT_ONCE)
+    assert not said.held
+    for _ in range(2):
+        assert [one.snapshots for one in collect(remote, tmp_path / "cache").held] == [7]
+    assert len(stored(remote, MANIFESTS_PREFIX)) == 8
+    # What retention gives up later is collected meanwhile.
+    write(host.root / "later", b"later")
+    host.snapshot()
+    host.upload()
+    space = collect(remote, tmp_path / "cache", "h1")
+    assert (len(space.manifests), space.held) == (7, ())
+
+
+def test_a_sum_that_leaves_commits_out_is_no_way_round(
+    objects: AgedObjects, remote: Remote, tmp_path: Path
+) -> None:
+    """Snapshots that a planted sum of their log leaves out are held like those that an entry removes."""
+    host = uploaded(tmp_path / "h1", remote, 4)
+    age(objects, remote, host, [(50 - at) * HOUR_NS for at in range(4)])
+    attack(remote, by_sum=True)
+    # What nobody committed may be uploaded again only then: no log says that there was a snapshot.
+    uploaded(tmp_path / "h2", remote, 1)
+    assert [one.snapshots for one in collect(remote, tmp_path / "cache").held] == [4]
+    assert len(stored(remote, MANIFESTS_PREFIX)) == 5
+
+
+def test_what_a_person_gave_up_on_this_host_is_not_held(remote: Remote, tmp_path: Path) -> None:
+    """`forget --remote` of everything, then a collection on the same host: it goes at once."""
+    uploaded(tmp_path / "h1", remote, 4)
+    with reading(remote, tmp_path / "cache") as opened:
+        give_up_snapshots(opened, resolve_snapshots(opened, opened.snapshots.ids()), host="operator")
+    space = collect(remote, tmp_path / "cache")
+    assert (len(space.manifests), space.held) == (4, ())
+
+
+@pytest.mark.parametrize("part", ["begun", "final"])
+def test_a_forged_round_takes_nothing_that_is_needed_or_held(
+    remote: Remote, tmp_path: Path, part: str
+) -> None:
+    """Whoever may create objects of rounds has no collector delete what is live or held: a beginning is decided anew, a decision refused."""
+    host = uploaded(tmp_path / "h1", remote, 4)
+    kept = uploaded(tmp_path / "h2", remote, 2)
+    attack(remote, *ids(kept))
+    before = stored(remote)
+    everything = StoredRound(
+        nonce=new_hex_id(),
+        condemned=tuple(ref for name in sorted(before) if (ref := parse_pack(name))),
+        manifests=tuple(sorted(name for name in before if name.startswith(MANIFESTS_PREFIX))),
+    )
+    create_round(remote.objects, remote.sealer, 0, "begun", everything)
+    if part == "final":
+        create_round(remote.objects, remote.sealer, 0, "final", everything)
+        with pytest.raises(DamagedRemote, match="deletes what snapshots need"):
+            collect(remote, tmp_path / "cache")
+        assert before <= stored(remote)
+        remote.objects.delete([round_name(0, "final")])
+    (held,) = collect(remote, tmp_path / "cache").held
+    assert (held.repository, held.snapshots) == (host.repository.id, 4)
+    assert stored(remote, MANIFESTS_PREFIX) == set(everything.manifests)
+    with reading(remote, tmp_path / "cache") as opened:
+        assert len(opened.snapshots.ids()) == 2
+        assert verify_snapshots(opened.repositories[0], checksum=True).damages == []
