@@ -88,7 +88,7 @@ GROUPS: Final = {
         "completion": "Print shell completion code",
     },
 }
-_RARE: Final = "Before a command also: --as-host, --behind-deletions and --stored-before, of a remote, and --trust-repository (docs/cli.md)."
+_RARE: Final = "Before a command also: --as-host, --all-claims, --behind-deletions and --stored-before, of a remote, and --trust-repository (docs/cli.md)."
 COMMANDS: Final = tuple(name for group in GROUPS.values() for name in group)
 # Modules that have several commands, each called `NAME_command` there, or a name of their own.
 _MODULES: Final = {

@@ -48,6 +48,10 @@ def age(nas: Path) -> None:
             os.utime(path, (then, then))
 
 
+def tree(top: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(top)): path.read_bytes() for path in top.rglob("*") if path.is_file()}
+
+
 def packs(nas: Path) -> set[Path]:
     return {path for path in (nas / "packs").rglob("*") if path.is_file()}
 
@@ -233,7 +237,7 @@ def test_a_damaged_log_is_passed_over_and_repaired(host: Host, nas: Path) -> Non
     (shown,) = {one["id"] for one in json.loads(done.stdout)["snapshots"]}
     assert f"{last.name} in the remote is damaged" in done.stderr.decode()
     (lost,) = everything - {shown}
-    url = f"file://{nas}"
+    url, root = f"file://{nas}", str(host.top / "root")
     host.env["CIUIC_REMOTE_KEY_FILE"] = str(host.key_file)
     place = host.top / "restored"
     root = str(host.top / "root")
@@ -256,7 +260,7 @@ def test_forget_of_a_remote_is_asked_for_by_name_and_lasts(host: Host, nas: Path
     """A URL alone gives nothing up; what was given up is uploaded again only on request."""
     second, first = (row.id for row in host.list())
     host.env["CIUIC_REMOTE_KEY_FILE"] = str(host.key_file)
-    url = f"file://{nas}"
+    url, root = f"file://{nas}", str(host.top / "root")
     assert "add --remote" in host.fails("--repo", url, "forget", "-y", first, code=2)
     host.run("--repo", url, "forget", "--remote", "-y", first)
 
@@ -277,13 +281,23 @@ def test_what_was_given_up_at_once_is_held_until_it_is_approved(host: Host, nas:
     host.env["XDG_CACHE_HOME"] = str(host.top / "elsewhere")
     host.run("forget", "--remote", "-y", *(row.id for row in host.list()))
     host.env["XDG_CACHE_HOME"] = cache
-    before = packs(nas)
+    before, newest = packs(nas), host.list()[0].id
     host.run("prune", "--remote", "--dry-run")
     refused = host.run("prune", "--remote", "--json", expect=8)
+    assert host.json("list", "--all-hosts")["snapshots"] == []
+    seen = host.json("list", "--all-hosts", "--all-claims")["snapshots"]
+    assert [(one["id"], one["state"]) for one in seen] == [(row.id, "given_up") for row in host.list()]
+    assert "given up" in host.run("list", "--all-hosts", "--all-claims").stdout.decode()
+    url, root = f"file://{nas}", str(host.top / "root")
+    host.run("--repo", url, "restore", "--all-claims", "-s", newest, "-p", root, "-d", str(host.top / "back"))
+    assert host.run("restore", "-s", newest, "-p", root, "-d", str(host.top / "own")).returncode == 0
+    assert tree(host.top / "back") == tree(host.top / "own") != {}
+    assert "goes with the URL of a remote" in host.fails("list", "--all-claims", code=2)
     ((held,),) = [space["held"] for space in json.loads(refused.stdout)["spaces"]]
     assert held["snapshots"] == 2
     assert f"--approve {held['repository']}" in " ".join(refused.stderr.decode().split())
     assert packs(nas) == before
     host.run("prune", "--approve", held["repository"], expect=2)
+    assert "no given-up snapshot" in host.fails("prune", "--remote", "--approve", "nobody", code=3)
     done = host.json("prune", "--remote", "--approve", held["repository"])
     assert (done["freed_bytes"] > 1_200_000, done["spaces"][0]["held"]) == (True, [])

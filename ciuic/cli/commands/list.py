@@ -224,13 +224,14 @@ def command(
     elif as_json:
         verdicts = _verdicts(session, infos)
         found = pairs.halves(session, infos)
-        damaged = _damaged(session)
+        damaged, given_up = _damaged(session), _given_up(session)
         out_json(
             {
                 "repository": session.place,
                 "snapshots": [
                     {
                         **as_document(info),
+                        **({"state": "given_up"} if info.id in given_up else {}),
                         **_label_document(session, info),
                         "pair": _pair(found.get(info.id)),
                         "checkpoint": _verdict_document(verdicts.get(info.id)),
@@ -471,7 +472,7 @@ def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> 
     judged = any(verdicts.values())
     if judged:
         columns.append(Column("CHECKPOINT"))
-    damaged = _damaged(session)
+    damaged, given_up = _damaged(session), _given_up(session)
     found = pairs.halves(session, infos)
     if found:
         columns.append(Column("PAIR"))
@@ -491,7 +492,7 @@ def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> 
             human_size(info.new_bytes),
             str(info.files),
             shown_text(", ".join(info.tags)),
-            _state_cell(info, is_damaged=info.id in damaged),
+            _state_cell(info, is_damaged=info.id in damaged, is_given_up=info.id in given_up),
             *([verdicts.get(info.id, "")] if judged else []),
             *([pairs.cell(found.get(info.id))] if found else []),
             *([shown_text(info.set_name)] if of_sets else []),
@@ -543,8 +544,17 @@ def _damaged(session: Session) -> set[str]:
     return touched_snapshots(read_damage(session.repository_dir))
 
 
-def _state_cell(info: SnapshotInfo, *, is_damaged: bool) -> Cell:
-    """``damaged``, ``committed``, ``held``, ``incomplete``, ``partial``, ``safety``: what a person must know before choosing it."""
+def _given_up(session: Session) -> set[str]:
+    """Return the snapshots of a remote that logs gave up: shown by --all-claims alone."""
+    if not session.all_claims or session.remote_url is None:
+        return set()
+    return {id_ for id_, entry in session.remote.snapshots.entries.items() if entry.is_given_up}
+
+
+def _state_cell(info: SnapshotInfo, *, is_damaged: bool, is_given_up: bool) -> Cell:
+    """``given up``, ``damaged``, ``committed``, ``held``, ``incomplete``, ``partial``, ``safety``: what a person must know before choosing it."""
+    if is_given_up:
+        return Cell("given up, held" if info.held else "given up", "yellow")
     if is_damaged:
         lacks = [tag for tag in (TAG_PARTIAL, TAG_INCOMPLETE, TAG_SAFETY) if tag in info.tags]
         return Cell(", ".join(["damaged", *lacks, *(["held"] if info.held else [])]), "red")

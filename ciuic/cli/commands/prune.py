@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ciuic.cli.shared import times
-from ciuic.cli.shared.messages import plural, warn
+from ciuic.cli.shared.messages import plural, shown_text, warn
 from ciuic.cli.shared.options import FrameCommand, remote_options, use_remote
 from ciuic.cli.shared.output import Cell, Column, json_option, note, out, out_json, out_prose, show_table
 from ciuic.cli.shared.session import LOCK_WAIT_SECONDS, Session, current
-from ciuic.errors import Damaged, Partial
+from ciuic.errors import Damaged, NotFound, Partial
 
 if TYPE_CHECKING:
     from ciuic.maintenance.prune import PruneResult
@@ -263,6 +263,8 @@ def _prune_remote(
     if refused is not None:
         # After what was done elsewhere.
         raise refused
+    if unknown := set(approve).difference(*(space.approved for space in spaces)):
+        raise NotFound(f"no given-up snapshot is of {', '.join(map(shown_text, sorted(unknown)))}")
     if held := [one for space in spaces for one in space.held]:
         found = "; ".join(
             f"{plural(one.snapshots, 'snapshot')} of {', '.join(one.hosts)} (repository {one.repository})"
@@ -270,7 +272,10 @@ def _prune_remote(
         )
         message = f"given up at once, as no retention does, and held until a person approves: {found}"
         approval = " ".join(f"--approve {one.repository}" for one in held)
-        hint = f"if it was meant: ciuic prune --remote {approval}; if not, somebody has the key of a host"
+        hint = (
+            f"`ciuic list --all-claims` shows them; if it was meant: ciuic prune --remote {approval}; "
+            "if not, somebody has the key of a host"
+        )
         if dry_run:
             warn(message, hint=hint)
         else:

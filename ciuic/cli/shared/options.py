@@ -96,6 +96,12 @@ def _remember_deletions(context: click.Context, _: click.Parameter, given: bool)
         session.behind_deletions = True
 
 
+def _remember_claims(context: click.Context, _: click.Parameter, given: bool) -> None:
+    session = context.find_object(Session)
+    if given and session is not None:
+        session.all_claims = True
+
+
 def _remember_time(context: click.Context, _: click.Parameter, value: str | None) -> None:
     session = context.find_object(Session)
     if value is not None and session is not None:
@@ -160,6 +166,14 @@ def _global_params(*, hidden: bool) -> list[click.Option]:
             hidden=True,
             callback=_remember_deletions,
             help="Of a remote in a bucket with versions, also what was deleted or overwritten.",
+        ),
+        click.Option(
+            ["--all-claims"],
+            is_flag=True,
+            expose_value=False,
+            hidden=True,
+            callback=_remember_claims,
+            help="Of a remote, also the snapshots that were given up, as far as no collection has deleted them.",
         ),
         click.Option(
             ["--stored-before"],

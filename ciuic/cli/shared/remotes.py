@@ -60,6 +60,7 @@ def open_named_remote(
     remotes: Callable[[], Sequence[RemoteConfig]],
     every_version: EveryVersion | None = None,
     *,
+    all_claims: bool = False,
     may_ask: bool = True,
 ) -> ReadableRemote:
     """Open the remote with this URL.
@@ -68,6 +69,7 @@ def open_named_remote(
         url: Place of the remote.
         remotes: Returns what the configuration says of remotes; may raise CiuicError.
         every_version: Read it behind deletions; None to read what is there.
+        all_claims: Return what logs gave up as well; behind deletions that is asked for by a time.
         may_ask: Ask for a key on a terminal if there is none.
 
     Raises:
@@ -95,7 +97,12 @@ def open_named_remote(
     def opened(secrets: Sequence[SlotSecret]) -> ReadableRemote:
         if every_version is None:
             return open_remote_repository(
-                url, settings, secrets, require_sealed=sealed, goes_on=goes_on if may_ask else None
+                url,
+                settings,
+                secrets,
+                require_sealed=sealed,
+                goes_on=goes_on if may_ask else None,
+                all_claims=all_claims,
             )
         before_ns = every_version.before_ns
         return open_behind_deletions(url, settings, secrets, before_ns=before_ns, require_sealed=sealed)

@@ -68,6 +68,8 @@ class Session:
         """Host whose snapshots are read from a remote; None for those of all."""
         self.behind_deletions = False
         """--behind-deletions was given: of a remote all versions are read."""
+        self.all_claims = False
+        """--all-claims was given: of a remote what logs gave up is read as well."""
         self.stored_before: str | None = None
         """Text of --stored-before: of a remote only what was stored before this time is read."""
         self.trust_option = trust_option
@@ -204,6 +206,7 @@ class Session:
                     self.remote_url,
                     lambda: self.config.remotes,
                     self.every_version,
+                    all_claims=self.all_claims,
                     may_ask=self.may_ask,
                 )
             )
@@ -242,6 +245,7 @@ class Session:
             ("--as-host", self.as_host is not None),
             ("--behind-deletions", self.behind_deletions),
             ("--stored-before", self.stored_before is not None),
+            ("--all-claims", self.all_claims),
         ):
             if given:
                 from ciuic.errors import UsageError

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -15,6 +16,7 @@ from typing import Final
 from ciuic.errors import UsageError
 from ciuic.remote import access
 from ciuic.remote.access import Remote, find_spaces, lost_spaces, open_remote, repository_spaces
+from ciuic.remote.documents import LiveManifest
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.log_reader import (
     UPLOADING_NS,
@@ -30,7 +32,13 @@ from ciuic.remote.reading.cache_directory import cache_root as usual_cache_root
 from ciuic.remote.reading.cache_directory import check_own, open_cache
 from ciuic.remote.reading.remote_packs import DEFAULT_MEMORY_BYTES, DEFAULT_THREADS
 from ciuic.remote.reading.remote_repository import RemoteRepository, SpaceReader
-from ciuic.remote.reading.remote_snapshots import CommittedEntry, Manifests, RemoteSnapshots, named_entries
+from ciuic.remote.reading.remote_snapshots import (
+    CommittedEntry,
+    Manifests,
+    RemoteSnapshots,
+    named_entries,
+    stored_manifest,
+)
 from ciuic.remote.reading.retry_policy import DEFAULT_RETRY_SECONDS, RetryingObjects, RetryPolicy
 from ciuic.remote.reading.versions import open_remote_versions
 from ciuic.remote.sealing.key_slots import GoesOn, SlotSecret
@@ -158,6 +166,7 @@ def open_remote_repository(
     require_sealed: bool = False,
     goes_on: GoesOn | None = None,
     cache_root: Path | None = None,
+    all_claims: bool = False,
     wrap: Callable[[Objects], Objects] = lambda objects: objects,
 ) -> ReadableRemote:
     """Open the remote at a URL for reading, on a host that need not know it.
@@ -169,6 +178,7 @@ def open_remote_repository(
         require_sealed: Refuse a remote in clear, whose configuration says that it is encrypted.
         goes_on: As in `ciuic.remote.access.open_remote`.
         cache_root: Where caches lie; None for the usual place.
+        all_claims: As in `read_remote`.
         wrap: Wraps the store, such as for counting.
 
     Raises:
@@ -187,7 +197,7 @@ def open_remote_repository(
     except BaseException:
         objects.close()
         raise
-    return read_remote(remote, cache_root=cache_root, close_objects=True)
+    return read_remote(remote, cache_root=cache_root, close_objects=True, all_claims=all_claims)
 
 
 def open_behind_deletions(
@@ -266,6 +276,7 @@ def read_remote(
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     close_objects: bool = False,
     skips_unreadable: bool = False,
+    all_claims: bool = False,
 ) -> ReadableRemote:
     """Read the logs of an open remote and return its snapshots; those of damaged logs as far as they can be proved.
 
@@ -277,6 +288,7 @@ def read_remote(
         memory_bytes: Limit of what is read ahead.
         close_objects: Close the remote's store at the end, or here after an error.
         skips_unreadable: Say nothing of packs whose table cannot be read, unless a snapshot needs them.
+        all_claims: Return the snapshots as well that logs gave up, as far as no collection has deleted them.
 
     Raises:
         RolledBack: the remote is older than this host has seen it.
@@ -332,7 +344,15 @@ def read_remote(
             for damaged in logs.damaged.values():
                 events.warning("remote_log_damaged", remote=space.objects.url, error=damaged.error.message)
             manifests = Manifests(space, cache, logs, prefer=reader.lookup.prefer)
-            entries += (CommittedEntry(live, manifests) for live in logs.live().values())
+            live = logs.live()
+            entries += (CommittedEntry(one, manifests) for one in live.values())
+            if all_claims and listed is not None:
+                committed = {(one.repository, one.snapshot) for one in live.values()}
+                entries += (
+                    CommittedEntry(one, manifests, is_given_up=True)
+                    for one in _given_up(space, listed.result(), logs)
+                    if (one.repository, one.snapshot) not in committed
+                )
         pool.shutdown()
         lost = [*lost_spaces(remote.objects, found_spaces.result()), *damaged_spaces]
         opened = ReadableRemote(remote, RemoteSnapshots(named_entries(entries)), readers, lost)
@@ -349,6 +369,20 @@ def _unknown(stored: Sequence[ObjectInfo], logs: LogReader) -> list[ObjectInfo]:
     """Return the manifests that no log commits or removes; a reader waits for each."""
     known = {*logs.live(), *logs.removed()}
     return [info for info in stored if info.name not in known]
+
+
+def _given_up(space: Remote, stored: Sequence[ObjectInfo], logs: LogReader) -> Iterator[LiveManifest]:
+    """Yield the snapshots of manifests that logs removed, or that they leave out: a planted sum is no reason to hide one."""
+    live, removed = logs.live(), logs.removed()
+    since = time.time_ns() - UPLOADING_NS
+    names = [
+        info.name
+        for info in stored
+        if info.name not in live and (info.name in removed or info.modified_ns < since)
+    ]
+    with ThreadPoolExecutor(DEFAULT_THREADS) as pool:
+        found = pool.map(partial(stored_manifest, space.objects, space.sealer), names)
+        yield from (one for one in found if one is not None)
 
 
 def _listed(space: Remote) -> list[ObjectInfo]:

@@ -23,13 +23,20 @@ from ciuic.remote.documents import LiveManifest, RemoteManifest, decode_manifest
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.log_reader import LogReader
 from ciuic.remote.object_names import ManifestName, PackRef, as_label, parse_manifest
-from ciuic.remote.objects.model import NoSuchObject
+from ciuic.remote.objects.model import NoSuchObject, Objects
 from ciuic.remote.reading.cache_directory import CacheDirectory
+from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository import log as events
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
 from ciuic.repository.index_database import info_of
 from ciuic.repository.model import SnapshotInfo, UnreadableSnapshot
-from ciuic.repository.snapshot_format import StoredMarks, apply_marks, decode_marks, decode_snapshot
+from ciuic.repository.snapshot_format import (
+    StoredMarks,
+    apply_marks,
+    decode_any_snapshot,
+    decode_marks,
+    decode_snapshot,
+)
 from ciuic.repository.snapshots import UNREADABLE_MARKS, CommittedSnapshots, resolve
 from ciuic.types import Snapshot, SnapshotId, order_of
 
@@ -122,6 +129,19 @@ class Manifests:
             return live.manifest in self._logs.live()
 
 
+def stored_manifest(objects: Objects, sealer: Sealer, name: str) -> LiveManifest | None:
+    """Return what a stored manifest says of its snapshot, whatever logs say; None for one that nobody can read."""
+
+    def decode(data: bytes) -> LiveManifest:
+        stored = decode_any_snapshot(decode_manifest(sealer, name, data).snapshot)
+        return LiveManifest(stored.repository, stored.id, name, object_digest(data))
+
+    try:
+        return read_document(objects, name, decode)
+    except (NoSuchObject, Damaged, NotFound, UnsupportedFormat):
+        return None
+
+
 def _committed(live: LiveManifest, data: bytes) -> bytes:
     """Return the bytes if they are those that were committed. DamagedSnapshot otherwise."""
     if object_digest(data) != live.digest:
@@ -148,6 +168,8 @@ class CommittedEntry(NamedTuple):
     """Manifests of its space."""
     also: tuple[str, ...] = ()
     """Further manifests that commit the same snapshot."""
+    is_given_up: bool = False
+    """A log has given it up, and no collection has deleted its manifest."""
 
     @property
     def host(self) -> str:

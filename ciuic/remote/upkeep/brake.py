@@ -161,6 +161,8 @@ class Brake:
         self._stored: frozenset[str] = frozenset()
         self.held: tuple[HeldRepository, ...] = ()
         """What is held, as of the last `hold`."""
+        self.met: set[str] = set()
+        """Those of the approvals by which something may go."""
 
     def hold(
         self,
@@ -185,7 +187,8 @@ class Brake:
             hosts = sorted({label.host for name in names if (label := parse_manifest(name))})
             # A person's own are no loss, and no sign of one.
             others = set(names) - self._memory.given_up
-            if self._is_approved(repository, hosts):
+            if met := self._approved.intersection((repository, *hosts)):
+                self.met |= met
                 self._memory.held -= set(names)
                 self._sudden.add(repository)
                 others = set()
@@ -241,9 +244,6 @@ class Brake:
         """Remember that a person gives these up on this host."""
         self._memory.given_up.update(manifests)
         self._save()
-
-    def _is_approved(self, repository: str, hosts: Sequence[str]) -> bool:
-        return not self._approved.isdisjoint((repository, *hosts))
 
     def _load(self) -> _Memory:
         try:

@@ -69,6 +69,8 @@ class CollectedSpace(NamedTuple):
     """Stored bytes of copies that were read because others were deleted."""
     held: tuple[HeldRepository, ...]
     """Repositories of which most was given up at once: it stays until a person approves."""
+    approved: tuple[str, ...]
+    """Those of the approvals by which something may go."""
     unfinished: bool
     """Result of a dry run: a round is under way, which the next collection ends first."""
 
@@ -249,6 +251,7 @@ def _collect(
         tuple(sorted(set().union(*(result.decayed for result in results)))),
         sum(result.checked_bytes for result in results),
         brake.held,
+        tuple(sorted(brake.met)),
         False,
     )
 
@@ -277,6 +280,7 @@ def _preview(
         (),
         0,
         brake.held,
+        tuple(sorted(brake.met)),
         found.unfinished,
     )
 

@@ -38,6 +38,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from itertools import groupby, islice
 from operator import attrgetter
 from types import MappingProxyType
@@ -54,10 +55,8 @@ from ciuic.remote.documents import (
     LogFence,
     StoredRound,
     create_round,
-    decode_manifest,
     encode_round,
     object_digest,
-    read_document,
     read_round,
 )
 from ciuic.remote.errors import DamagedRemote
@@ -95,7 +94,7 @@ from ciuic.remote.pack import (
     store_pack,
 )
 from ciuic.remote.reading.remote_repository import RemoteRepository, SpaceReader
-from ciuic.remote.reading.remote_snapshots import CommittedEntry, Manifests, RemoteSnapshots
+from ciuic.remote.reading.remote_snapshots import CommittedEntry, Manifests, RemoteSnapshots, stored_manifest
 from ciuic.remote.remote_index import ChunkCopy, RemoteIndex, cold_packs
 from ciuic.remote.sealing.sealer import TAG_BYTES, Sealer
 from ciuic.remote.upkeep.brake import Brake
@@ -1103,25 +1102,15 @@ class Collector:
         ]
         with ThreadPoolExecutor(_MANIFEST_THREADS) if self._threads > 1 else InlinePool() as pool:
             unread = [name for name in gone if name not in self._gone]
-            self._gone |= zip(unread, pool.map(self._given_up_manifest, unread), strict=True)
+            self._gone |= zip(
+                unread, pool.map(partial(stored_manifest, self._objects, self._sealer), unread), strict=True
+            )
         return brake.hold(
             now_ns,
             {info.name: info.modified_ns for info in self._stored},
             live,
             {name: one for name in gone if (one := self._gone[name]) is not None},
         )
-
-    def _given_up_manifest(self, name: str) -> LiveManifest | None:
-        """Return what a manifest says of itself; None for one that nobody can read."""
-
-        def decode(data: bytes) -> LiveManifest:
-            stored = decode_any_snapshot(decode_manifest(self._sealer, name, data).snapshot)
-            return LiveManifest(stored.repository, stored.id, name, object_digest(data))
-
-        try:
-            return read_document(self._objects, name, decode)
-        except (NoSuchObject, *_UNREADABLE):
-            return None
 
     def _require_logs(self) -> None:
         """Raise LostCommits if a log is gone, or cut, that must have committed a manifest."""
