@@ -260,7 +260,7 @@ def test_forget_of_a_remote_is_asked_for_by_name_and_lasts(host: Host, nas: Path
     """A URL alone gives nothing up; what was given up is uploaded again only on request."""
     second, first = (row.id for row in host.list())
     host.env["CIUIC_REMOTE_KEY_FILE"] = str(host.key_file)
-    url, root = f"file://{nas}", str(host.top / "root")
+    url = f"file://{nas}"
     assert "add --remote" in host.fails("--repo", url, "forget", "-y", first, code=2)
     host.run("--repo", url, "forget", "--remote", "-y", first)
 

@@ -108,7 +108,7 @@ from ciuic.remote.reading.remote_snapshots import CommittedEntry, Manifests, Rem
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.remote.upkeep.collect import open_collector, operator_log
-from ciuic.remote.upkeep.collection_round import CollectionPolicy, delete_condemned
+from ciuic.remote.upkeep.collection_round import CollectionPolicy
 from ciuic.remote.uploader import Labels, UncommittedPacks, Uploader
 from ciuic.remote.writer_log import SEVERAL_WRITERS, WriterLog, WriterState, sum_up_log
 from ciuic.repository import Repository, Walker
@@ -453,7 +453,7 @@ def mend_rounds(objects: Objects, sealer: Sealer, new_id: Callable[[], str] = ne
         ):
             _mend_final(objects, sealer, round_, new_id)
     if end:
-        _mend_done(objects, sealer, end - 1, new_id)
+        _mend_done(objects, sealer, end - 1)
 
 
 def _mend_final(objects: Objects, sealer: Sealer, round_: int, new_id: Callable[[], str]) -> None:
@@ -473,18 +473,13 @@ def _mend_final(objects: Objects, sealer: Sealer, round_: int, new_id: Callable[
     objects.put(round_name(round_, "final"), [encode_round(sealer, round_, "final", gone)])
 
 
-def _mend_done(objects: Objects, sealer: Sealer, round_: int, new_id: Callable[[], str]) -> None:
-    """Write the ``.done`` of the last round anew, if it cannot be read; nobody reads that of a round before."""
-    if _is_readable(objects, sealer, round_, "done"):
-        return
-    final = _round_content(objects, sealer, round_, "final")
-    if final is None:
-        return
-    # It may have been planted in a round that had not ended.
-    delete_condemned(objects, final)
-    objects.put(
-        round_name(round_, "done"), [encode_round(sealer, round_, "done", StoredRound(nonce=new_id()))]
-    )
+def _mend_done(objects: Objects, sealer: Sealer, round_: int) -> None:
+    """Delete the ``.done`` of the last round if it cannot be read: nobody reads that of a round before, and the next collection ends this one.
+
+    It may have been planted in a round that had not ended, whose ``.final`` a collection compares with the logs before it deletes by it.
+    """
+    if not _is_readable(objects, sealer, round_, "done"):
+        objects.delete([round_name(round_, "done")])
 
 
 def _is_whole_round(found: set[RoundPart]) -> bool:

@@ -930,30 +930,36 @@ class Collector:
         ]
 
     def _fence_logs(self, round_: int) -> None:
-        """Put a fence into every log that is there after the round began."""
+        """Put a fence into every log that is there after the round began.
+
+        Those that stand there count for nothing: whoever has the key of a host can have put them there before it began.
+        """
+        fenced: set[str] = set()
         self._reader.refresh()
         with ThreadPoolExecutor(_FENCING_THREADS) if self._threads > 1 else InlinePool() as pool:
-            while bare := [writer for writer in self._reader.logs if not self._is_fenced(writer, round_)]:
+            # A writer whose log was ended begins another one, and then sees the round.
+            while bare := [
+                writer
+                for writer, summary in self._reader.logs.items()
+                if writer not in fenced and not summary.retired
+            ]:
                 # Each log has its own order; one after the other, ten thousand would take a quarter of an hour.
-                for _ in pool.map(lambda writer: self._fence(writer, round_), bare):
-                    pass
+                done = pool.map(lambda writer: self._fence(writer, round_), bare)
+                fenced.update(writer for writer, is_done in zip(bare, done, strict=True) if is_done)
                 # One listing may lack a whole log, of which nobody would hear.
                 self._reader.refresh()
 
-    def _fence(self, writer: str, round_: int) -> None:
-        """Put a fence into one log, unless it has to be read again first."""
+    def _fence(self, writer: str, round_: int) -> bool:
+        """Put a fence into one log; False if that has to be read again first."""
         summary = self._reader.logs[writer]
         before = -1
         # Each failure means that the log went on; a writer makes one entry for each snapshot.
-        while not self._is_fenced(writer, round_) and summary.next != before:
+        while not summary.retired and summary.next != before:
             before = summary.next
             entry = LogFence(nonce=self._new_id(), round=round_)
-            append_to_log(self._objects, self._sealer, writer, summary, entry)
-
-    def _is_fenced(self, writer: str, round_: int) -> bool:
-        summary = self._reader.logs[writer]
-        # A writer whose log was ended begins another one, and then sees the round.
-        return summary.retired or summary.fence >= round_
+            if append_to_log(self._objects, self._sealer, writer, summary, entry):
+                return True
+        return False
 
     def _decide(self, content: StoredRound) -> StoredRound:
         """Return what of the condemned may be deleted."""

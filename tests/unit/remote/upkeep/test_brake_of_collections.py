@@ -13,12 +13,20 @@ from support.restoring import write
 
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access import Remote
-from ciuic.remote.documents import LogRemove, LogState, StoredRound, create_round
+from ciuic.remote.documents import LogFence, LogRemove, LogState, StoredRound, create_round, read_entry
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.log_reader import LogReader
-from ciuic.remote.object_names import MANIFESTS_PREFIX, PACKS_PREFIX, new_hex_id, parse_pack, round_name
+from ciuic.remote.object_names import (
+    MANIFESTS_PREFIX,
+    PACKS_PREFIX,
+    log_entry_name,
+    new_hex_id,
+    parse_pack,
+    round_name,
+)
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import ObjectInfo
+from ciuic.remote.upkeep.check import mend_rounds
 from ciuic.remote.upkeep.collect import (
     CollectedSpace,
     collect_remote,
@@ -211,3 +219,48 @@ def test_a_forged_round_takes_nothing_that_is_needed_or_held(
     with reading(remote, tmp_path / "cache") as opened:
         assert len(opened.snapshots.ids()) == 2
         assert verify_snapshots(opened.repositories[0], checksum=True).damages == []
+
+
+@pytest.mark.parametrize("round_", [0, 10**9])
+def test_a_fence_that_stood_before_the_round_counts_for_nothing(
+    remote: Remote, tmp_path: Path, round_: int
+) -> None:
+    """A planted fence does not keep a collector from putting its own into the log, which alone its writer is bound to see."""
+    uploaded(tmp_path / "h1", remote, 2)
+    logs = LogReader(remote.objects, remote.sealer)
+    logs.refresh()
+    for writer, summary in logs.logs.items():
+        planted = LogFence(nonce=new_hex_id(), round=round_)
+        assert append_to_log(remote.objects, remote.sealer, writer, summary, planted)
+    logs.refresh()
+    ends = {writer: summary.next for writer, summary in logs.logs.items()}
+    with reading(remote, tmp_path / "cache") as opened:
+        give_up_snapshots(opened, opened.snapshots.ids()[:1], host="operator")
+    assert collect(remote, tmp_path / "cache").manifests
+    for writer, end in ends.items():
+        fences = [
+            entry
+            for number in range(end, end + 8)
+            if remote.objects.info(log_entry_name(writer, number)) is not None
+            and isinstance(entry := read_entry(remote.objects, remote.sealer, writer, number), LogFence)
+        ]
+        assert fences[0].round == 0
+
+
+@pytest.mark.parametrize("done", [b"junk", None])
+def test_a_repair_carries_out_no_decision(remote: Remote, tmp_path: Path, done: bytes | None) -> None:
+    """A planted round whose end cannot be read makes `check --repair` delete nothing that is needed, and collections refuse it."""
+    uploaded(tmp_path / "h1", remote, 3)
+    before = stored(remote)
+    everything = StoredRound(
+        nonce=new_hex_id(), condemned=tuple(ref for name in sorted(before) if (ref := parse_pack(name)))
+    )
+    create_round(remote.objects, remote.sealer, 0, "begun", everything)
+    create_round(remote.objects, remote.sealer, 0, "final", everything)
+    if done is not None:
+        remote.objects.put(round_name(0, "done"), [done])
+    mend_rounds(remote.objects, remote.sealer)
+    assert before <= stored(remote)
+    with pytest.raises(DamagedRemote, match="deletes what snapshots need"):
+        collect(remote, tmp_path / "cache")
+    assert before <= stored(remote)
