@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import stat
 import struct
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import xxhash
@@ -24,6 +24,11 @@ _SNAPSHOT_MAGIC = b"CIUICSNP"
 _MARKS_MAGIC = b"CIUICMRK"
 
 
+MAX_ITEMS = 10_000
+"""Limit of the roots and of the tags of a snapshot: decoded, an item takes many times its bytes in the file."""
+_Items = msgspec.Meta(max_length=MAX_ITEMS)
+
+
 class StoredSnapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Content of a snapshot file, a map with names so that later versions may add keys."""
 
@@ -31,8 +36,8 @@ class StoredSnapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repository: str
     time_ns: int
     host: str
-    roots: tuple[RootRecord, ...]
-    tags: tuple[str, ...]
+    roots: Annotated[tuple[RootRecord, ...], _Items]
+    tags: Annotated[tuple[str, ...], _Items]
     message: str
     parent: str
     size_bytes: int
@@ -40,8 +45,8 @@ class StoredSnapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     files: int
     pair: Pair | None = None
     set_member: SetMember | None = None
-    left_out: tuple[LeftOut, ...] = ()
-    incomplete: tuple[bytes, ...] = ()
+    left_out: Annotated[tuple[LeftOut, ...], _Items] = ()
+    incomplete: Annotated[tuple[bytes, ...], _Items] = ()
     placed_ns: int = 0
 
 
@@ -51,7 +56,7 @@ class StoredMarks(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     held: bool = False
     hold_reason: str = ""
-    tags: tuple[str, ...] | None = None
+    tags: Annotated[tuple[str, ...], _Items] | None = None
     """Tags now; None: as in the snapshot file."""
     hold_uid: int | msgspec.UnsetType = msgspec.UNSET
     """Uid that the hold was made for; not in the file if the hold is that of the repository's owner."""
@@ -138,6 +143,8 @@ def _problem(stored: StoredSnapshot) -> str:
     counts = (stored.size_bytes, stored.files, stored.time_ns, stored.placed_ns)
     if any(not 0 <= count < 1 << 63 for count in counts) or abs(stored.new_bytes) >= 1 << 63:
         return "it has an impossible size, number of files or time"
+    if max(map(len, (stored.roots, stored.tags, stored.left_out, stored.incomplete))) > MAX_ITEMS:
+        return f"it has more than {MAX_ITEMS} roots or tags"
     for path in [root.path for root in stored.roots] + [root.path for root in stored.left_out]:
         # A restore in place writes to this path, so it must be where it seems to be.
         parts = path.split(b"/")

@@ -249,19 +249,21 @@ def _read(path: Path, size_bytes: int) -> ForeignState:
     from ciuic.training.convert.foreign_directory import ForeignDirectory, open_foreign
 
     if not path.is_dir():
-        file = open_foreign(path)
-        if path.suffix == ".safetensors":
-            return ForeignState({"model": foreign_files.read_safetensors(file, str(path))})
-        found = foreign_files.read_torch(file, str(path))
+        with open_foreign(path) as file:
+            if path.suffix == ".safetensors":
+                return ForeignState({"model": foreign_files.read_safetensors(file, str(path))})
+            found = foreign_files.load_plain(file, str(path))
     else:
         with ForeignDirectory(path) as directory:
             if not directory.has(_DCP_METADATA):
                 objects, step, epoch = foreign_files.read_hugging_face(directory)
+                directory.require_unchanged()
                 foreign_files.check_extent(objects, size_bytes)
                 return ForeignState(objects, step=step, epoch=epoch)
             from ciuic.training.convert.dcp_import import read_dcp
 
             found = read_dcp(directory)
+            directory.require_unchanged()
     foreign_files.check_extent(found, size_bytes)
     return _sort_state(found)
 

@@ -5,12 +5,36 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+import xxhash
 from support.cli_repository import Host
+from support.remote_host import reading
+
+from ciuic.remote.access import open_remote
+from ciuic.remote.documents import (
+    LiveManifest,
+    LogCommit,
+    LogEntry,
+    LogHello,
+    LogState,
+    decode_log_entry,
+    decode_manifest,
+    encode_log_entry,
+    encode_manifest,
+    object_digest,
+)
+from ciuic.remote.log_reader import LogReader
+from ciuic.remote.object_names import log_entry_name, manifest_name, new_hex_id, parse_manifest
+from ciuic.remote.objects.opening import open_objects
+from ciuic.remote.sealing.key_slots import read_key_file
+from ciuic.repository.snapshot_format import decode_any_snapshot
 
 REPAIR = "ciuic check --remote --repair"
 
@@ -211,3 +235,140 @@ def test_a_planted_round_is_mended(bucket: Bucket, name: str) -> None:
     assert REPAIR in bucket.victim.run("check", "--remote", expect=4).stdout.decode()
     bucket.other.run("check", "--remote", "--repair")
     bucket.assert_whole()
+
+
+class _Forger:
+    """A writer of the bucket with the key of a host, and a log of its own."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.remote = open_remote(
+            open_objects(f"file://{bucket.top}"), [read_key_file(str(bucket.victim.key_file))]
+        )
+        logs = [(log.name, sorted(log.iterdir())) for log in (bucket.top / "w").iterdir()]
+        entries = {
+            writer: [
+                decode_log_entry(self.remote.sealer, writer, int(one.name), one.read_bytes()) for one in names
+            ]
+            for writer, names in logs
+        }
+        self.commit = {
+            writer: next(one for one in found if isinstance(one, LogCommit))
+            for writer, found in entries.items()
+        }
+        self.victims = self.commit[bucket.log.name]
+        (self.own,) = (one for writer, one in self.commit.items() if writer != bucket.log.name)
+        self._writer, self._number, self._nonce = new_hex_id(), 0, new_hex_id()
+        self._add(LogHello(nonce=self._nonce, host="evil", repository=self.own.repository))
+
+    def _add(self, entry: LogEntry) -> None:
+        data = encode_log_entry(self.remote.sealer, self._writer, self._number, entry)
+        self.remote.objects.put(log_entry_name(self._writer, self._number), [data])
+        self._number += 1
+
+    def snapshot(self, name: str, **fields: Any) -> None:
+        """Commit a snapshot that is another host's with these fields, in whatever words a reader may find."""
+        sealer = self.remote.sealer
+        manifest = decode_manifest(sealer, self.own.manifest, self.remote.objects.get(self.own.manifest))
+        stored = decode_any_snapshot(manifest.snapshot)
+        content = {key: getattr(stored, key) for key in stored.__struct_fields__} | fields
+        payload = msgspec.msgpack.encode(content)
+        head = struct.pack("<8sIQ16s", b"CIUICSNP", 1, len(payload), bytes(16))
+        file = head[:-16] + xxhash.xxh3_128_digest(head + payload) + payload
+        data = encode_manifest(sealer, name, msgspec.structs.replace(manifest, snapshot=file))
+        self.remote.objects.put(name, [data])
+        self._add(
+            msgspec.structs.replace(
+                self.own, nonce=self._nonce, snapshot=content["id"], manifest=name, digest=object_digest(data)
+            )
+        )
+
+    def missing(self, count: int) -> None:
+        """Commit snapshots of which there are no manifests."""
+        live = tuple(
+            LiveManifest(
+                self.own.repository,
+                f"cs-{number:012x}",
+                manifest_name(job="files", epoch=None, step=None, host="h"),
+                "0" * 64,
+            )
+            for number in range(count)
+        )
+        self._add(LogState(nonce=self._nonce, live=live, removed=()))
+
+
+def test_no_forged_name_hides_a_snapshot(bucket: Bucket) -> None:
+    """A snapshot is listed and can be named, also where another writer's manifest has its id, its host and its random part."""
+    forger = _Forger(bucket)
+    victims = forger.victims
+    name = parse_manifest(victims.manifest)
+    assert name is not None
+    for job, random in (("files", name.random[:8] + "f" * 24), ("other", name.random)):
+        made = manifest_name(job=job, epoch=None, step=None, host=name.host, random=random)
+        forger.snapshot(made, id=victims.snapshot, message=job)
+    listed = [one["id"] for one in bucket.other.json("list", "--all-hosts")["snapshots"]]
+    assert len(listed) == len(set(listed)) == 4
+    roots = {
+        bucket.other.json("--repo", f"file://{bucket.top}", "show", one)["roots"][0]["path"] for one in listed
+    }
+    assert str(bucket.victim.top / "root") in roots
+
+
+def test_texts_of_a_forged_snapshot_are_shown_on_their_line(bucket: Bucket) -> None:
+    """No text that a snapshot file has gets to a terminal as control characters, whatever its field."""
+    forger = _Forger(bucket)
+    bad = "\x1b]0;title\x07\nx|y\r\u202e"
+    id_ = "cs-" + "e" * 32
+    name = manifest_name(job=bad, epoch=None, step=None, host=bad)
+    root = {"path": b"/" + bad.encode(), "entry": [b"", 0o40755], "session": bad, "excludes_digest": bad}
+    pair = {"of": "training", "repository": f"/{bad}", "roots": [bad], "problem": bad}
+    left_out = [{"path": root["path"], "reason": bad}]
+    forger.snapshot(
+        name, id=id_, host=bad, message=bad, parent=bad, tags=[bad, "partial", "paired"], roots=[root], pair=pair,
+        left_out=left_out, incomplete=[root["path"]],
+    )  # fmt: skip
+    url = f"file://{bucket.top}"
+    for words in (["show", id_], ["list"], ["verify", id_], ["fleet", "verify"], ["find", "*"], ["stats"]):
+        done = bucket.other.run("--repo", url, *words, expect=None)
+        assert done.returncode in (0, 4, 8)
+        text = (done.stdout + done.stderr).decode()
+        assert all(character.isprintable() or character == "\n" for character in text), words
+        assert "\nx|y" not in text
+    lines = bucket.other.run("--repo", url, "list", "--machine-readable").stdout.decode().splitlines()
+    assert all(re.fullmatch(r"[^|]+\|[-0-9]{10} [:0-9]{8}\|[0-9]+", line) for line in lines)
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize("field", ["roots", "tags", "left_out", "incomplete"])
+def test_a_snapshot_of_any_number_of_items_is_refused_as_it_is_read(bucket: Bucket, field: str) -> None:
+    """Small items by the million, which would take many times their bytes, make one snapshot unreadable and no other one."""
+    forger = _Forger(bucket)
+    item: Any = {
+        "roots": {"path": b"/a", "entry": [b"", 0o40755]},
+        "tags": "",
+        "left_out": {"path": b"/a"},
+        "incomplete": b"",
+    }[field]
+    name = manifest_name(job="files", epoch=None, step=None, host="evil")
+    forger.snapshot(name, **{"id": "cs-" + "e" * 32, field: [item] * 10_001})
+    done = bucket.other.run("list", "--all-hosts", "--machine-readable")
+    assert len(done.stdout.splitlines()) == 2
+    assert b"10000" in done.stderr
+
+
+def test_missing_manifests_cost_one_look_at_the_logs(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logs are read once more for all manifests that are missing together, which are named as damage."""
+    forger = _Forger(bucket)
+    forger.missing(50)
+    refreshed = 0
+    refresh = LogReader.refresh
+
+    def counted(self: LogReader) -> Any:
+        nonlocal refreshed
+        refreshed += 1
+        return refresh(self)
+
+    with reading(forger.remote, bucket.top.parent / "cache") as opened:
+        monkeypatch.setattr(LogReader, "refresh", counted)
+        loaded, unreadable = opened.snapshots.load_all()
+    assert (len(loaded), len(unreadable), refreshed) == (2, 50, 1)
+    assert all("is missing in the remote" in one.reason for one in unreadable)

@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 from support.late_modules import torch
+from support.second_user import MADE_UP
 
-from ciuic.errors import UsageError
+from ciuic.errors import CiuicError, UsageError
 from ciuic.training import import_state, state_import
+from ciuic.training.convert import foreign_files
 from ciuic.training.convert.dcp_import import decode_torch_metadata, read_dcp
 from ciuic.training.convert.foreign_directory import ForeignDirectory
 from ciuic.training.convert.foreign_files import (
@@ -194,3 +196,51 @@ def test_an_index_with_an_impossible_name_is_refused_by_directory_and_name(tmp_p
         folder.open(name)
     assert str(tmp_path) in str(refusal.value)
     assert repr(name) in str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link in a link"])
+def test_another_users_link_does_not_choose_what_root_imports(tmp_path: Path, kind: str) -> None:
+    """A link is followed to its owner's own files, and not to those that only root may read."""
+    folder = _folder(tmp_path)
+    target = folder if kind == "folder" else folder / "model.safetensors"
+    link = tmp_path / "link.safetensors"
+    link.symlink_to(target)
+    if kind == "link in a link":
+        link = tmp_path / "outer.safetensors"
+        link.symlink_to("link.safetensors")
+    os.chown(tmp_path / "link.safetensors", MADE_UP.uid, MADE_UP.gid, follow_symlinks=False)
+    with pytest.raises(CiuicError, match=f"link of user {MADE_UP.uid}"):
+        state_import._read(link, 1 << 20)
+    os.chown(target, MADE_UP.uid, MADE_UP.gid)
+    assert "weight" in state_import._read(link, 1 << 20).objects["model"]
+
+
+@pytest.mark.parametrize("way", ["written to", "exchanged", "removed"])
+@pytest.mark.parametrize("source", ["folder", "file"])
+def test_what_changes_while_it_is_read_is_no_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, way: str
+) -> None:
+    """A state of two moments is refused, from one file that is written to and from a folder whose files are exchanged."""
+    folder = _folder(tmp_path)
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    read = foreign_files.read_safetensors
+
+    def changed(*arguments: Any) -> Any:
+        found = read(*arguments)
+        if way == "removed":
+            weights.unlink()
+        elif way == "written to":
+            weights.write_bytes(content + b"more")
+        else:
+            (tmp_path / "new").write_bytes(content)
+            (tmp_path / "new").rename(weights)
+        return found
+
+    monkeypatch.setattr(foreign_files, "read_safetensors", changed)
+    if source == "file" and way != "written to":
+        # The file that was opened is read as a whole, wherever its name leads by then.
+        assert "weight" in state_import._read(weights, 1 << 20).objects["model"]
+        return
+    with pytest.raises(ValueError, match=r"model\.safetensors was changed while it was read"):
+        state_import._read(folder if source == "folder" else weights, 1 << 20)

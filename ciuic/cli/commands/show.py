@@ -177,7 +177,7 @@ def _print_facts(session: Session, snapshot: Snapshot) -> None:
         _LABEL_WIDTH,
     )
     if snapshot.parent:
-        out(f"parent   {snapshot.parent}")
+        out(f"parent   {shown_text(snapshot.parent)}")
     if snapshot.tags:
         out(f"tags     {shown_text(', '.join(snapshot.tags))}")
     if snapshot.message:

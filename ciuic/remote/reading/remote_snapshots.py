@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -39,6 +39,13 @@ from ciuic.repository.snapshot_format import (
 )
 from ciuic.repository.snapshots import UNREADABLE_MARKS, CommittedSnapshots, resolve
 from ciuic.types import Snapshot, SnapshotId, order_of
+
+
+class MissingManifest(DamagedSnapshot):
+    """A log commits the snapshot, and its manifest is not there."""
+
+    def __init__(self, live: LiveManifest) -> None:
+        super().__init__(live.snapshot, f"its manifest {live.manifest} is missing in the remote")
 
 
 class Manifests:
@@ -82,12 +89,17 @@ class Manifests:
         """Return the URL of the manifest of a snapshot."""
         return f"{self._space.objects.url}/{live.manifest}"
 
-    def read(self, live: LiveManifest) -> RemoteManifest:
+    def read(self, live: LiveManifest, *, asks_logs: bool = True) -> RemoteManifest:
         """Return the manifest of a snapshot.
 
+        Args:
+            live: What its log says of it.
+            asks_logs: Read the logs once more where it is missing; who reads many asks `removed` once for all of them.
+
         Raises:
-            NotFound: the snapshot was removed since the logs were read.
-            DamagedSnapshot: it is missing, or not what was committed.
+            NotFound: the snapshot was removed since the logs were read; only with ``asks_logs``.
+            MissingManifest: it is missing.
+            DamagedSnapshot: it is not what was committed.
             UnsupportedFormat: a later version of ciuic wrote it.
             RemoteUnreachable: the store did not answer for too long.
         """
@@ -96,7 +108,14 @@ class Manifests:
         data = None if anew else self._cache.load(live.digest)
         # Named by its digest: whatever else lies there is no manifest.
         if data is None or object_digest(data) != live.digest:
-            data = self._fetch(live)
+            try:
+                data = self._fetch(live)
+            except MissingManifest:
+                if asks_logs and self.removed([live]):
+                    raise NotFound(
+                        f"the snapshot {live.snapshot} was removed from the remote meanwhile"
+                    ) from None
+                raise
             self._cache.store(live.digest, data)
             with self._lock:
                 if self._seen is not None:
@@ -110,23 +129,17 @@ class Manifests:
         try:
             return read_document(self._space.objects, live.manifest, lambda data: _committed(live, data))
         except NoSuchObject:
-            if not self._is_live(live):
-                raise NotFound(
-                    f"the snapshot {live.snapshot} was removed from the remote meanwhile"
-                ) from None
-            raise DamagedSnapshot(
-                live.snapshot, f"its manifest {live.manifest} is missing in the remote"
-            ) from None
+            raise MissingManifest(live) from None
         except DamagedRemote as error:
             raise DamagedSnapshot(live.snapshot, error.message) from None
 
-    def _is_live(self, live: LiveManifest) -> bool:
-        """Return whether logs commit the snapshot still; reads what is new in them."""
+    def removed(self, lives: Iterable[LiveManifest]) -> set[str]:
+        """Return the names of those of these manifests that no log commits any more; reads what is new in the logs."""
         if self._logs is None:
-            return True
+            return set()
         with self._lock:
             self._logs.refresh()
-            return live.manifest in self._logs.live()
+            return {live.manifest for live in lives}.difference(self._logs.live())
 
 
 def stored_manifest(objects: Objects, sealer: Sealer, name: str) -> LiveManifest | None:
@@ -154,10 +167,13 @@ def _committed(live: LiveManifest, data: bytes) -> bytes:
 # Manifests that are read at the same time.
 _THREADS: Final = 8
 _RANDOM_DIGITS: Final = 8
+_DIGEST_DIGITS: Final = 32
 
 # Inside the class, `list` is the method.
 _Infos = list[SnapshotInfo]
 _Loaded = tuple[list[Snapshot], list[UnreadableSnapshot]]
+_Kept = TypeVar("_Kept", Snapshot, SnapshotInfo)
+_LoadedAs = tuple[list[_Kept], list[UnreadableSnapshot]]
 
 
 class CommittedEntry(NamedTuple):
@@ -182,6 +198,11 @@ class CommittedEntry(NamedTuple):
         """Label of the host and the beginning of the manifest's random part, for hosts of one name."""
         name = parse_manifest(self.live.manifest)
         return "" if name is None else f"{name.host}~{name.random[:_RANDOM_DIGITS]}"
+
+    @property
+    def unique_host(self) -> str:
+        """Label of the host and a digest of where the manifest is, which no other manifest has, whatever name its writer chose."""
+        return f"{self.host}~{object_digest(self.manifests.path(self.live).encode())[:_DIGEST_DIGITS]}"
 
     @property
     def origin(self) -> str:
@@ -229,7 +250,8 @@ class RemoteSnapshots(CommittedSnapshots):
         chosen = [
             id_
             for id_, entry in self.entries.items()
-            if entry.host == label or ("~" in name and name in (entry.exact_host, entry.origin))
+            if entry.host == label
+            or ("~" in name and name in (entry.exact_host, entry.unique_host, entry.origin))
         ]
         if not chosen:
             known = ", ".join(self.hosts()) or "none"
@@ -271,7 +293,8 @@ class RemoteSnapshots(CommittedSnapshots):
         """Return a line of `list` for each snapshot that can be read."""
         # Read once: manifests never change, and this object has the snapshots of one moment.
         if self._infos is None:
-            self._infos = [info_of(snapshot) for snapshot in self.load_all()[0]]
+            # Not by way of `load_all`: what a root's entry says takes many times the memory of its line.
+            self._infos = self._load_each(info_of)[0]
         return list(self._infos)
 
     def load(self, id_: SnapshotId) -> Snapshot:
@@ -283,9 +306,11 @@ class RemoteSnapshots(CommittedSnapshots):
         entry.manifests.prefer(packs, snapshot.time_ns)
         return snapshot
 
-    def _load(self, id_: str, entry: CommittedEntry) -> tuple[Snapshot, Sequence[PackRef]]:
+    def _load(
+        self, id_: str, entry: CommittedEntry, *, asks_logs: bool = True
+    ) -> tuple[Snapshot, Sequence[PackRef]]:
         live = entry.live
-        manifest = entry.manifests.read(live)
+        manifest = entry.manifests.read(live, asks_logs=asks_logs)
         stored = decode_snapshot(live.snapshot, manifest.snapshot, live.repository)
         snapshot = apply_marks(stored, _marks(live.snapshot, manifest.marks))
         if snapshot.id != id_:
@@ -294,21 +319,37 @@ class RemoteSnapshots(CommittedSnapshots):
 
     def load_all(self) -> _Loaded:
         """Return every snapshot, newest first, and those that cannot be read; several manifests are read at a time."""
+        return self._load_each(lambda snapshot: snapshot)
 
-        def load(name: str) -> Snapshot | UnreadableSnapshot | None:
+    def _load_each(self, keep: Callable[[Snapshot], _Kept]) -> _LoadedAs[_Kept]:
+        """Return what is to be kept of every snapshot, newest first, and the snapshots that cannot be read."""
+        missing: list[CommittedEntry] = []
+
+        def load(name: str) -> _Kept | UnreadableSnapshot:
+            entry = self.entries[name]
             try:
-                return self._load(name, self.entries[name])[0]
-            except NotFound:
-                # Removed meanwhile.
-                return None
+                return keep(self._load(name, entry, asks_logs=False)[0])
             except (Damaged, UnsupportedFormat) as error:
+                if isinstance(error, MissingManifest):
+                    missing.append(entry)
                 return UnreadableSnapshot(name, self.path(name), error.message)
 
         with ThreadPoolExecutor(_THREADS) as pool:
             results = list(pool.map(load, sorted(self.entries)))
-        loaded = [one for one in results if isinstance(one, Snapshot)]
+        loaded = [one for one in results if not isinstance(one, UnreadableSnapshot)]
         loaded.sort(key=order_of, reverse=True)
-        return loaded, [one for one in results if isinstance(one, UnreadableSnapshot)]
+        # Asked once: a log may commit tens of thousands that never were there.
+        removed = {
+            (manifests, name)
+            for manifests in {entry.manifests for entry in missing}
+            for name in manifests.removed(one.live for one in missing if one.manifests is manifests)
+        }
+        unreadable = [one for one in results if isinstance(one, UnreadableSnapshot)]
+        return loaded, [
+            one
+            for one in unreadable
+            if (self.entries[one.id].manifests, self.entries[one.id].live.manifest) not in removed
+        ]
 
     def path(self, id_: str) -> str:
         """Return the URL of the manifest."""
@@ -386,8 +427,11 @@ def named_entries(entries: Sequence[CommittedEntry]) -> dict[str, CommittedEntry
             named[id_] = several[0]
             continue
         hosts = Counter(entry.host for entry in several)
+        exact = Counter(entry.exact_host for entry in several)
         for entry in several:
-            named[f"{entry.host if hosts[entry.host] == 1 else entry.exact_host}/{id_}"] = entry
+            # Each writer draws the random part itself, so that one may repeat that of another.
+            host = entry.exact_host if exact[entry.exact_host] == 1 else entry.unique_host
+            named[f"{entry.host if hosts[entry.host] == 1 else host}/{id_}"] = entry
     return named
 
 
@@ -396,8 +440,8 @@ def _different(entries: Sequence[CommittedEntry]) -> list[CommittedEntry]:
     found: dict[tuple[str, bytes], CommittedEntry] = {}
     for entry in entries:
         try:
-            content = entry.manifests.read(entry.live).snapshot
-        except (Damaged, NotFound, UnsupportedFormat):
+            content = entry.manifests.read(entry.live, asks_logs=False).snapshot
+        except (Damaged, UnsupportedFormat):
             # Equal to nothing: it stays, and is reported when it is loaded.
             content = entry.live.manifest.encode()
         key = (entry.live.repository, content)

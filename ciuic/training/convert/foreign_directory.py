@@ -1,20 +1,29 @@
 """Opener of files that another program has written, and that somebody else may still change.
 
-Guarantees: what is opened is a regular file of the directory itself. No link is followed, so that content from elsewhere (a file that
-only root may read) does not get into a snapshot; a pipe is not waited for and a device not opened. Refusals name the file.
+Guarantees: what is opened is a regular file of the directory itself. No link in it is followed, so that content from elsewhere (a file that
+only root may read) does not get into a snapshot; those that lead to it are followed by the rule of a restore's destination
+(`ciuic.restore.destination`), also while they are exchanged. A pipe is not waited for and a device not opened. What was changed or
+exchanged while it was read is refused. Refusals name the file.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Final, NamedTuple
+
+from ciuic.errors import CiuicError
+from ciuic.restore.destination import open_way
 
 _LINK: Final = (
     "a symbolic link, which is not followed; copy the directory with `cp -rL` if you trust its links"
 )
+_CHANGED: Final = "{} was changed while it was read: import it when its writer is done, or a copy of it"
+_MAX_LINKS: Final = 40
 _KINDS: Final[tuple[tuple[Callable[[int], bool], str], ...]] = (
     (stat.S_ISLNK, _LINK),
     (stat.S_ISDIR, "a directory"),
@@ -27,12 +36,14 @@ class ForeignDirectory:
     """An open directory; names are those of its own files.
 
     Raises:
+        CiuicError: Another user's link leads to a directory of somebody else.
         OSError: It cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._fd = open_way(os.fsencode(path.absolute()))
+        self._opened: dict[str, _Version] = {}
 
     def __enter__(self) -> ForeignDirectory:
         """Return the directory."""
@@ -81,17 +92,89 @@ class ForeignDirectory:
             os.fsencode(name)
         except UnicodeEncodeError:
             raise ValueError(f"{self.path} names a file by what is no text: {name!r}") from None
-        return _open(self.path / name, name, self._fd, max_bytes)
+        file = _open(self.path / name, name, self._fd, max_bytes)
+        found = _version(os.fstat(file.fileno()))
+        if self._opened.setdefault(name, found) != found:
+            file.close()
+            raise ValueError(_CHANGED.format(self.path / name))
+        return file
+
+    def require_unchanged(self) -> None:
+        """Check that the files that were opened are there as they were; files of two checkpoints are none.
+
+        Raises:
+            ValueError: One was changed or exchanged meanwhile.
+        """
+        for name, before in self._opened.items():
+            try:
+                found = _version(os.lstat(name, dir_fd=self._fd))
+            except FileNotFoundError:
+                found = None
+            if found != before:
+                raise ValueError(_CHANGED.format(self.path / name))
 
 
-def open_foreign(path: Path) -> IO[bytes]:
-    """Open a file that the user named; links that lead to it were the user's choice.
+@contextmanager
+def open_foreign(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file that the user named, to be read as a whole; links that lead to it are followed as those to a directory are.
 
     Raises:
-        ValueError: It is no regular file.
+        ValueError: It is no regular file, or was changed while it was read.
+        CiuicError: Another user's link leads to a file of somebody else.
         OSError: It cannot be opened.
     """
-    return _open(path, os.path.realpath(path), None, None)
+    with _named(path) as file:
+        before = _version(os.fstat(file.fileno()))
+        yield file
+        if _version(os.fstat(file.fileno())) != before:
+            raise ValueError(_CHANGED.format(path))
+
+
+def _named(path: Path) -> IO[bytes]:
+    """Open the file at a path, following links at its end."""
+    at = str(path.absolute())
+    owners: set[int] = set()
+    for _ in range(_MAX_LINKS):
+        above, name = os.path.split(at)
+        folder = open_way(os.fsencode(above))
+        try:
+            # Owner and target are read from one descriptor: the name may be exchanged.
+            link = os.open(name or ".", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            try:
+                status = os.fstat(link)
+                if not stat.S_ISLNK(status.st_mode):
+                    file = _open(path, name or ".", folder, None)
+                    break
+                owners.add(status.st_uid)
+                at = os.path.join(above, os.fsdecode(os.readlink(b"", dir_fd=link)))
+            finally:
+                os.close(link)
+        finally:
+            os.close(folder)
+    else:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    owner = os.fstat(file.fileno()).st_uid
+    foreign = owners - {0, os.geteuid(), owner}
+    if foreign:
+        file.close()
+        raise CiuicError(
+            f"{path} leads through a symbolic link of user {min(foreign)} to a file of user {owner}",
+            hint="name the file itself, not a link to it",
+        )
+    return file
+
+
+class _Version(NamedTuple):
+    """What tells the content of a file from that of another moment, as far as its writers set the time as the kernel does."""
+
+    device: int
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+
+
+def _version(status: os.stat_result) -> _Version:
+    return _Version(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def _open(path: Path, name: str, dir_fd: int | None, max_bytes: int | None) -> IO[bytes]:

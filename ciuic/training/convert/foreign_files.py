@@ -35,17 +35,6 @@ _MAX_SMALL_BYTES: Final = 16 << 20
 """Size of content that needs no relation to the size of its file."""
 
 
-def read_torch(file: IO[bytes], what: str) -> Any:
-    """Return what `torch.save` wrote to an open file, on the CPU; close the file.
-
-    Raises:
-        UsageError: It is not of torch, or has what only pickle could load.
-        ValueError: It is an archive of far more than its own size.
-    """
-    with file:
-        return load_plain(file, what)
-
-
 def load_plain(file: IO[bytes], what: str) -> Any:
     """Return what `torch.save` wrote to an open file, on the CPU.
 
@@ -148,28 +137,27 @@ def reason(error: BaseException) -> str:
 
 
 def read_safetensors(file: IO[bytes], what: str) -> dict[str, Any]:
-    """Return the tensors of an open safetensors file by name; close the file.
+    """Return the tensors of an open safetensors file by name.
 
     Raises:
         ValueError: The file is malformed.
         OSError: It cannot be read.
     """
-    with file:
-        size_bytes = os.fstat(file.fileno()).st_size
+    size_bytes = os.fstat(file.fileno()).st_size
 
-        def start(count: int) -> bytes:
-            file.seek(0)
-            return file.read(count)
+    def start(count: int) -> bytes:
+        file.seek(0)
+        return file.read(count)
 
-        header = read_header(start, size_bytes, 8, what)
-        found = {}
-        for name, where in header.items():
-            owner, memory = tensors.empty_buffer(where.stop - where.start)
-            file.seek(where.start)
-            if file.readinto(memory) != len(memory):  # type: ignore[attr-defined]
-                raise ValueError(f"{what} is shorter than it was")
-            array = tensors.Array("torch", where.dtype, where.shape, len(memory))
-            found[name] = tensors.from_buffer(owner, 0, array)
+    header = read_header(start, size_bytes, 8, what)
+    found = {}
+    for name, where in header.items():
+        owner, memory = tensors.empty_buffer(where.stop - where.start)
+        file.seek(where.start)
+        if file.readinto(memory) != len(memory):  # type: ignore[attr-defined]
+            raise ValueError(f"{what} is shorter than it was")
+        array = tensors.Array("torch", where.dtype, where.shape, len(memory))
+        found[name] = tensors.from_buffer(owner, 0, array)
     return found
 
 
@@ -188,7 +176,8 @@ def read_hugging_face(folder: ForeignDirectory) -> tuple[dict[str, Any], int | N
     objects: dict[str, Any] = {"model": _weights(folder)}
     for name, file in _OBJECT_FILES.items():
         if folder.has(file):
-            objects[name] = read_torch(folder.open(file), str(folder.path / file))
+            with folder.open(file) as opened:
+                objects[name] = load_plain(opened, str(folder.path / file))
     progress = _document(folder, _PROGRESS) if folder.has(_PROGRESS) else {}
     objects["progress"] = {"state": progress, CONFIGURATION: _configuration(folder)}
     # What the integration keeps of a loss that was not logged: nothing.
@@ -202,9 +191,10 @@ def read_hugging_face(folder: ForeignDirectory) -> tuple[dict[str, Any], int | N
 
 
 def _weights(folder: ForeignDirectory) -> dict[str, Any]:
-    for name, read in ((WEIGHTS, read_safetensors), (_TORCH_WEIGHTS, read_torch)):
+    for name, read in ((WEIGHTS, read_safetensors), (_TORCH_WEIGHTS, load_plain)):
         if folder.has(name):
-            return dict(read(folder.open(name), str(folder.path / name)))
+            with folder.open(name) as weights:
+                return dict(read(weights, str(folder.path / name)))
         index = f"{name}.index.json"
         if not folder.has(index):
             continue
@@ -213,7 +203,8 @@ def _weights(folder: ForeignDirectory) -> dict[str, Any]:
             raise ValueError(f"{folder.path / index} has no weight_map")
         found: dict[str, Any] = {}
         for file in sorted(set(map(str, files.values()))):
-            found |= read(folder.open(file), str(folder.path / file))
+            with folder.open(file) as weights:
+                found |= read(weights, str(folder.path / file))
         return found
     raise UsageError(f"{folder.path} has neither {WEIGHTS} nor {_TORCH_WEIGHTS}, nor an index of one")
 
