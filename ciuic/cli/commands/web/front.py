@@ -66,7 +66,7 @@ from ciuic.cli.commands.web.training import MAX_MARKS, chart_of, timeline_of, va
 from ciuic.cli.shared import times
 from ciuic.errors import CiuicError, NotFound, NotPermitted, UsageError
 from ciuic.printable import one_line
-from ciuic.protocol.control_types import Incident, StatusDocument
+from ciuic.protocol.control_types import Incident, StatusDocument, trainer_key
 from ciuic.protocol.http_server import Reply, Request, document, status_of
 from ciuic.protocol.last_drill import standing_drill
 from ciuic.repository import SnapshotInfo
@@ -372,14 +372,10 @@ class Front:
             infos = reading.infos
             goods = reading.last_goods() if infos else {}
             ordinary = [info for info in infos if not is_safety(info.tags, info.message)]
-            incidents = [] if status is None else [one for one in status.incidents if _is_recent(one)]
+            incidents = [] if status is None else _open_incidents(status)
             # An incident has a banner of its own, with what to press.
-            told = {f"trainer:{one.trainer.name}" for one in incidents[:_MAX_INCIDENTS]}
-            alerts = [
-                one
-                for one in (status.alerts if status else [])
-                if not one.key.startswith(tuple(told) or ("\0",))
-            ]
+            told = {trainer_key(one.trainer.name, one.trainer.where) for one in incidents[:_MAX_INCIDENTS]}
+            alerts = [one for one in (status.alerts if status else []) if one.key not in told]
             emergencies = {one.snapshot for one in incidents}
             verdicts = reading.summaries(
                 [*ordinary[:MAX_MARKS], *(info for info in infos if str(info.id) in emergencies)]
@@ -881,12 +877,37 @@ def _goods_of(incident: Incident, goods: Mapping[bytes, LastGoodCheckpoint]) -> 
     return own or [goods[root] for root in sorted(goods)]
 
 
-def _is_recent(incident: Incident) -> bool:
+def _open_incidents(status: StatusDocument) -> list[Incident]:
+    """Return the incidents of the last day, newest first, of trainings that neither went on nor were started again since."""
+    # Registered anew: ranks that merely outlive another one were there before.
+    started: dict[str, float] = {}
+    for trainer in status.trainers:
+        key = trainer_key(trainer.name, trainer.where)
+        started[key] = max(started.get(key, 0.0), _seconds(trainer.since))
+    found: list[Incident] = []
+    settled: set[str] = set()
+    # One that hung and died is dead.
+    ended: set[str] = set()
+    for one in status.incidents:
+        key, at = trainer_key(one.trainer.name, one.trainer.where), _seconds(one.time)
+        if one.kind == "recovered":
+            settled.add(key)
+        elif (
+            key not in settled
+            and not (one.kind == "hung" and key in ended)
+            and at >= max(started.get(key, 0.0), time.time() - _INCIDENT_SECONDS)
+        ):
+            found.append(one)
+            ended.add(key)
+    return found
+
+
+def _seconds(text: str) -> float:
+    """Return an instant of the daemon's; 0 for what is none."""
     try:
-        at = datetime.fromisoformat(incident.time).timestamp()
+        return datetime.fromisoformat(text).timestamp()
     except ValueError:
-        return True
-    return incident.kind != "recovered" and time.time() - at < _INCIDENT_SECONDS
+        return 0.0
 
 
 def _fields(request: Request) -> dict[str, str]:
