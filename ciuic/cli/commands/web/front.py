@@ -110,6 +110,8 @@ _ENDED_SECONDS: Final = 3600
 """Time for which every page offers to take a restore back."""
 _PICTURE_SECONDS: Final = 60.0
 """Age at which the curves of an overview that is open are read again; they are at once when there is a new snapshot."""
+_PICTURE_PAUSES: Final = 30
+"""Least age by the time that it took to read them: of a long log that is most of a processor."""
 log = structlog.get_logger(__name__)
 
 
@@ -151,6 +153,8 @@ class _Drawn(NamedTuple):
     newest: tuple[int, str]
     """Number of the snapshots then, and the newest."""
     at: float
+    seconds: float
+    """Time that it took to read them."""
     numbers: TrainingNumbers
 
 
@@ -417,11 +421,12 @@ class Front:
         }
 
     def _is_fresh(self, newest: tuple[int, str]) -> bool:
-        """Return whether the numbers that were drawn last are those of today."""
-        return (
-            self._drawn is not None
-            and self._drawn.newest == newest
-            and (not self._drawn.numbers.series or time.monotonic() - self._drawn.at < _PICTURE_SECONDS)
+        """Return whether the numbers that were drawn last are those of today, or too dear to be read again so soon."""
+        if self._drawn is None:
+            return False
+        age = time.monotonic() - self._drawn.at
+        return age < _PICTURE_PAUSES * self._drawn.seconds or (
+            self._drawn.newest == newest and (not self._drawn.numbers.series or age < _PICTURE_SECONDS)
         )
 
     async def _picture(self, asked: Asked) -> Reply:
@@ -430,13 +435,15 @@ class Front:
         async with self._drawing:
             newest = await self._readers.ask(lambda reading: _newest(reading.infos))
             if not self._is_fresh(newest):
+                begun = time.monotonic()
                 try:
                     await self._numbers()
                 except CiuicError as error:
                     # Not again before there is something new.
                     log.warning("numbers_not_drawn", error=error.message)
                     old = TrainingNumbers(series=(), marks=()) if self._drawn is None else self._drawn.numbers
-                    self._drawn = _Drawn(newest, time.monotonic(), old)
+                    now = time.monotonic()
+                    self._drawn = _Drawn(newest, now, now - begun, old)
 
         def question(reading: Reading) -> dict[str, Any]:
             infos = reading.infos
@@ -447,9 +454,10 @@ class Front:
 
     async def _numbers(self) -> TrainingNumbers:
         """Read the numbers of trainings, for the next overview as well."""
-        newest = await self._readers.ask(lambda reading: _newest(reading.infos))
+        newest, begun = await self._readers.ask(lambda reading: _newest(reading.infos)), time.monotonic()
         numbers = decode_json(await self._look(TrainingQuestion()), TrainingNumbers)
-        self._drawn = _Drawn(newest, time.monotonic(), numbers)
+        now = time.monotonic()
+        self._drawn = _Drawn(newest, now, now - begun, numbers)
         return numbers
 
     async def _drills(self, asked: Asked) -> Reply:
