@@ -10,7 +10,14 @@ import pytest
 pytest.importorskip("jinja2")
 
 from ciuic.cli.commands.web.access import Access
-from ciuic.cli.commands.web.front import _PICTURE_PAUSES, _PICTURE_SECONDS, Front, _Drawn, _open_incidents, _templates
+from ciuic.cli.commands.web.front import (
+    _PICTURE_PAUSES,
+    _PICTURE_SECONDS,
+    Front,
+    _Drawn,
+    _open_incidents,
+    _templates,
+)
 from ciuic.cli.commands.web.jobs import Mark, NumberSeries, TrainingNumbers
 from ciuic.cli.commands.web.rights import ROOT_ALONE
 from ciuic.cli.commands.web.training import chart_of
