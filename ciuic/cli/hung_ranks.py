@@ -215,6 +215,8 @@ def find_ranks(top: int) -> list[Rank]:
 
 def _pages_of(pid: int) -> tuple[int, ...]:
     pages: dict[int, int] = {}
+    # In a container it has another one.
+    own_pid = processes.own_pid(pid)
     # The process may end at any time, and another user's shows nothing.
     with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as links:
         for link in links:
@@ -223,17 +225,17 @@ def _pages_of(pid: int) -> tuple[int, ...]:
                     page = os.open(link.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
                     number = os.fstat(page).st_ino
                     # A mapping has a descriptor of its own; forked workers and the writer process have the page as well.
-                    if number not in pages and _is_page_of(page, pid):
+                    if number not in pages and _is_page_of(page, own_pid):
                         pages[number] = page
                     else:
                         os.close(page)
     return tuple(pages.values())
 
 
-def _is_page_of(page: int, pid: int) -> bool:
+def _is_page_of(page: int, own_pid: int) -> bool:
     try:
         check_page(page)
-        return read_page(page).pid == pid
+        return read_page(page).pid == own_pid
     except ValueError:
         return False
 

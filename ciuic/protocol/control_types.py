@@ -13,6 +13,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from ciuic.printable import escaped
 from ciuic.types import SetMember
 
 MountState = Literal["starting", "mounted", "restarting", "failed", "stopping", "unmounted"]
@@ -348,6 +349,11 @@ class Alert(_Document):
     message: str
     hint: str = ""
     root: str = ""
+
+
+def trainer_key(name: str, where: str) -> str:
+    """Return the key of alerts about one training; it stays the same when the training is started again."""
+    return f"trainer:{escaped(name)}:{escaped(where)}"
 
 
 class TrainerStatus(_Document):

@@ -57,15 +57,20 @@ def catches(pid: int, number: int) -> bool:
     return bool(int(_status(pid, b"SigCgt:") or b"0", 16) >> (number - 1) & 1)
 
 
-def _status(pid: int, key: bytes) -> bytes:
-    """Return the first value of a line of /proc/PID/status; empty if there is no such process."""
+def own_pid(pid: int) -> int:
+    """Return the pid that the process has for itself, in the innermost of its pid namespaces; 0 if there is none."""
+    return int(_status(pid, b"NSpid:", -1) or 0)
+
+
+def _status(pid: int, key: bytes, at: int = 1) -> bytes:
+    """Return a value of a line of /proc/PID/status, the first if not told; empty if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/status").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return b""
     # Not splitlines(), and no text mode: a process may have a carriage return and "Uid:" in its name, of
     # which the kernel escapes newlines and backslashes alone.
-    return next((line.split()[1] for line in text.split(b"\n") if line.startswith(key)), b"")
+    return next((line.split()[at] for line in text.split(b"\n") if line.startswith(key)), b"")
 
 
 def life_of(pid: int, ticks: int = 0) -> int:

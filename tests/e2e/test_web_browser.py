@@ -170,6 +170,21 @@ def _visit(browser: Browser, server: WebPage, **options: Any) -> Iterator[Visito
         context.close()
 
 
+def test_tabs_that_nobody_sees_leave_connections_to_others(browser: Browser, server: WebPage) -> None:
+    """A browser has six connections to a host: more overviews than that can be open behind the one that is seen."""
+    with _visit(browser, server) as visitor:
+        for _ in range(7):
+            tab = visitor.page.context.new_page()
+            tab.goto(visitor.address, wait_until="load")
+            # All pages of such a browser say that they are seen.
+            tab.evaluate(
+                "Object.defineProperty(document, 'hidden', { get: () => true });"
+                "document.dispatchEvent(new Event('visibilitychange'))"
+            )
+        visitor.go("/snapshots")
+        visitor.page.get_by_role("heading", name="Snapshots").wait_for()
+
+
 def _place(path: Path | bytes) -> str:
     return place(path).partition("&")[2]
 

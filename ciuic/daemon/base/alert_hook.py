@@ -34,7 +34,7 @@ from ciuic.daemon.base.child_processes import mark_expendable
 from ciuic.daemon.base.events import EventBus
 from ciuic.errors import NotPermitted
 from ciuic.printable import escaped, one_line
-from ciuic.protocol.control_types import Event
+from ciuic.protocol.control_types import Event, trainer_key
 from ciuic.system.child_process import SYSTEM_PATH, find_program
 from ciuic.system.processes import describe_exit
 
@@ -151,11 +151,6 @@ def environment_file(variables: Mapping[str, str]) -> bytes:
         quoted = "".join(f"\\{char}" if char in _SPECIAL else char for char in value)
         lines.append(f'{name}="{quoted}"\n')
     return "".join(lines).encode("utf-8", "backslashreplace")
-
-
-def trainer_key(name: str, where: str) -> str:
-    """Return the key of alerts about one training; it stays the same when the training is started again."""
-    return f"trainer:{escaped(name)}:{escaped(where)}"
 
 
 class AlertNotice(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -17,13 +17,12 @@ from typing import Final, NamedTuple
 import structlog
 import trio
 
-from ciuic.daemon.base.alert_hook import trainer_key
 from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.snapshots.pending import PendingSnapshot
 from ciuic.daemon.trainers.trainer import WatchedTrainer
 from ciuic.errors import CiuicError
 from ciuic.printable import one_line, shown_name
-from ciuic.protocol.control_types import Incident, IncidentKind, SnapshotRequest, rfc3339
+from ciuic.protocol.control_types import Incident, IncidentKind, SnapshotRequest, rfc3339, trainer_key
 from ciuic.retention import TAG_EMERGENCY
 
 # Time in which further incidents are collected: when a host fails, several trainers die within moments of one

@@ -19,10 +19,9 @@ from typing import Final, Literal, NamedTuple
 import trio
 
 from ciuic.daemon.base.accounts import user_name
-from ciuic.daemon.base.alert_hook import trainer_key
 from ciuic.daemon.trainers.loss_watch import LossWatch
 from ciuic.printable import shown_name
-from ciuic.protocol.control_types import IncidentKind, TrainerStatus, rfc3339
+from ciuic.protocol.control_types import IncidentKind, TrainerStatus, rfc3339, trainer_key
 from ciuic.protocol.heartbeat_page import Goodbye, HeartbeatReading, read_losses, read_page
 from ciuic.protocol.watch_client import Kind
 from ciuic.system import processes

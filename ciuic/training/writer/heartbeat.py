@@ -53,6 +53,10 @@ class TrainerHeartbeat:
         try:
             self._page = HeartbeatPage()
             self._page.append_stacks_at_signal()
+            if hasattr(sys, "ps1") or sys.flags.interactive:
+                # A notebook: between two cells it waits for its user, and nothing could start it again.
+                self._busy[object()] = None
+                self._page.set_busy(True)
             # Opened by this process: a writer that is still starting could find the pid gone, or reused.
             self._life = os.pidfd_open(os.getpid())
         except OSError as error:

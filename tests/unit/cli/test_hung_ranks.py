@@ -17,6 +17,7 @@ from ciuic.cli import hung_ranks
 from ciuic.cli.hung_ranks import HangWatch, HungRanks, Pulse, Rank, find_ranks
 from ciuic.protocol.heartbeat_page import STACKS_SIGNAL, Goodbye, HeartbeatPage, read_page, read_stacks
 from ciuic.system import processes
+from ciuic.training.writer.heartbeat import TrainerHeartbeat
 
 
 class Job:
@@ -175,6 +176,33 @@ def test_a_process_with_a_page_of_its_own_is_a_rank(page: HeartbeatPage) -> None
         os.waitpid(child, 0)
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="makes a pid namespace")
+def test_a_rank_in_a_container_is_found() -> None:
+    """A rank that has another pid for itself, in a pid namespace of its own, is found by ours."""
+    with _rank_process("", "unshare", "--pid", "--fork", "--kill-child") as process:
+        (rank,) = find_ranks(process.pid)
+        assert rank.pid != process.pid
+        assert processes.own_pid(rank.pid) == read_page(rank.pages[0]).pid == 1
+        rank.close()
+        process.kill()
+
+
+@pytest.mark.parametrize("is_interactive", [False, True])
+def test_an_interactive_session_is_excused(monkeypatch: pytest.MonkeyPatch, is_interactive: bool) -> None:
+    """A notebook is excused for good, before and after its saves; a program only while it saves."""
+    if is_interactive:
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    else:
+        monkeypatch.delattr(sys, "ps1", raising=False)
+    heartbeat = TrainerHeartbeat("run", "/work", None)
+    seen = [read_page(heartbeat.fds[1]).busy]
+    with heartbeat.busy():
+        seen.append(read_page(heartbeat.fds[1]).busy)
+    seen.append(read_page(heartbeat.fds[1]).busy)
+    heartbeat.closing(None)
+    assert seen == [is_interactive, True, is_interactive]
+
+
 def test_a_stopped_rank_is_excused() -> None:
     """SIGSTOP excuses a rank until it goes on, and a rank that has ended has no pulse."""
     with _rank_process() as process:
@@ -284,9 +312,9 @@ hangs_here()
 """
 
 
-def _rank_process(how: str = "") -> subprocess.Popen[bytes]:
+def _rank_process(how: str = "", *before: str) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        [sys.executable, "-c", _RANK, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "RANK": "3"}
+        [*before, sys.executable, "-c", _RANK, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "RANK": "3"}
     )  # fmt: skip
     assert process.stdout is not None
     process.stdout.readline()

@@ -278,8 +278,11 @@ class Action:
         self._changed = trio.Event()
 
     def summary(self) -> Progress:
-        """Return the progress without what the command printed."""
-        return msgspec.structs.replace(self.progress, document=None, said="")
+        """Return the progress without what the command printed, but for the snapshot that takes it back."""
+        safety = (self.progress.document or {}).get("safety_snapshot")
+        return msgspec.structs.replace(
+            self.progress, document={"safety_snapshot": safety} if safety else None, said=""
+        )
 
     def change(self) -> None:
         """Tell those who watch that the progress is another."""

@@ -66,7 +66,7 @@ from ciuic.cli.commands.web.training import MAX_MARKS, chart_of, timeline_of, va
 from ciuic.cli.shared import times
 from ciuic.errors import CiuicError, NotFound, NotPermitted, UsageError
 from ciuic.printable import one_line
-from ciuic.protocol.control_types import Incident, StatusDocument
+from ciuic.protocol.control_types import Incident, StatusDocument, trainer_key
 from ciuic.protocol.http_server import Reply, Request, document, status_of
 from ciuic.protocol.last_drill import standing_drill
 from ciuic.repository import SnapshotInfo
@@ -110,6 +110,8 @@ _ENDED_SECONDS: Final = 3600
 """Time for which every page offers to take a restore back."""
 _PICTURE_SECONDS: Final = 60.0
 """Age at which the curves of an overview that is open are read again; they are at once when there is a new snapshot."""
+_PICTURE_PAUSES: Final = 30
+"""Least age by the time that it took to read them: of a long log that is most of a processor."""
 log = structlog.get_logger(__name__)
 
 
@@ -151,6 +153,8 @@ class _Drawn(NamedTuple):
     newest: tuple[int, str]
     """Number of the snapshots then, and the newest."""
     at: float
+    seconds: float
+    """Time that it took to read them."""
     numbers: TrainingNumbers
 
 
@@ -372,14 +376,10 @@ class Front:
             infos = reading.infos
             goods = reading.last_goods() if infos else {}
             ordinary = [info for info in infos if not is_safety(info.tags, info.message)]
-            incidents = [] if status is None else [one for one in status.incidents if _is_recent(one)]
+            incidents = [] if status is None else _open_incidents(status)
             # An incident has a banner of its own, with what to press.
-            told = {f"trainer:{one.trainer.name}" for one in incidents[:_MAX_INCIDENTS]}
-            alerts = [
-                one
-                for one in (status.alerts if status else [])
-                if not one.key.startswith(tuple(told) or ("\0",))
-            ]
+            told = {trainer_key(one.trainer.name, one.trainer.where) for one in incidents[:_MAX_INCIDENTS]}
+            alerts = [one for one in (status.alerts if status else []) if one.key not in told]
             emergencies = {one.snapshot for one in incidents}
             verdicts = reading.summaries(
                 [*ordinary[:MAX_MARKS], *(info for info in infos if str(info.id) in emergencies)]
@@ -421,11 +421,12 @@ class Front:
         }
 
     def _is_fresh(self, newest: tuple[int, str]) -> bool:
-        """Return whether the numbers that were drawn last are those of today."""
-        return (
-            self._drawn is not None
-            and self._drawn.newest == newest
-            and (not self._drawn.numbers.series or time.monotonic() - self._drawn.at < _PICTURE_SECONDS)
+        """Return whether the numbers that were drawn last are those of today, or too dear to be read again so soon."""
+        if self._drawn is None:
+            return False
+        age = time.monotonic() - self._drawn.at
+        return age < _PICTURE_PAUSES * self._drawn.seconds or (
+            self._drawn.newest == newest and (not self._drawn.numbers.series or age < _PICTURE_SECONDS)
         )
 
     async def _picture(self, asked: Asked) -> Reply:
@@ -434,13 +435,15 @@ class Front:
         async with self._drawing:
             newest = await self._readers.ask(lambda reading: _newest(reading.infos))
             if not self._is_fresh(newest):
+                begun = time.monotonic()
                 try:
                     await self._numbers()
                 except CiuicError as error:
                     # Not again before there is something new.
                     log.warning("numbers_not_drawn", error=error.message)
                     old = TrainingNumbers(series=(), marks=()) if self._drawn is None else self._drawn.numbers
-                    self._drawn = _Drawn(newest, time.monotonic(), old)
+                    now = time.monotonic()
+                    self._drawn = _Drawn(newest, now, now - begun, old)
 
         def question(reading: Reading) -> dict[str, Any]:
             infos = reading.infos
@@ -451,9 +454,10 @@ class Front:
 
     async def _numbers(self) -> TrainingNumbers:
         """Read the numbers of trainings, for the next overview as well."""
-        newest = await self._readers.ask(lambda reading: _newest(reading.infos))
+        newest, begun = await self._readers.ask(lambda reading: _newest(reading.infos)), time.monotonic()
         numbers = decode_json(await self._look(TrainingQuestion()), TrainingNumbers)
-        self._drawn = _Drawn(newest, time.monotonic(), numbers)
+        now = time.monotonic()
+        self._drawn = _Drawn(newest, now, now - begun, numbers)
         return numbers
 
     async def _drills(self, asked: Asked) -> Reply:
@@ -881,12 +885,37 @@ def _goods_of(incident: Incident, goods: Mapping[bytes, LastGoodCheckpoint]) -> 
     return own or [goods[root] for root in sorted(goods)]
 
 
-def _is_recent(incident: Incident) -> bool:
+def _open_incidents(status: StatusDocument) -> list[Incident]:
+    """Return the incidents of the last day, newest first, of trainings that neither went on nor were started again since."""
+    # Registered anew: ranks that merely outlive another one were there before.
+    started: dict[str, float] = {}
+    for trainer in status.trainers:
+        key = trainer_key(trainer.name, trainer.where)
+        started[key] = max(started.get(key, 0.0), _seconds(trainer.since))
+    found: list[Incident] = []
+    settled: set[str] = set()
+    # One that hung and died is dead.
+    ended: set[str] = set()
+    for one in status.incidents:
+        key, at = trainer_key(one.trainer.name, one.trainer.where), _seconds(one.time)
+        if one.kind == "recovered":
+            settled.add(key)
+        elif (
+            key not in settled
+            and not (one.kind == "hung" and key in ended)
+            and at >= max(started.get(key, 0.0), time.time() - _INCIDENT_SECONDS)
+        ):
+            found.append(one)
+            ended.add(key)
+    return found
+
+
+def _seconds(text: str) -> float:
+    """Return an instant of the daemon's; 0 for what is none."""
     try:
-        at = datetime.fromisoformat(incident.time).timestamp()
+        return datetime.fromisoformat(text).timestamp()
     except ValueError:
-        return True
-    return incident.kind != "recovered" and time.time() - at < _INCIDENT_SECONDS
+        return 0.0
 
 
 def _fields(request: Request) -> dict[str, str]:

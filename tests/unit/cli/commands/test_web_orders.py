@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ciuic.cli.commands.web import broker
-from ciuic.cli.commands.web.broker import ActionLog, LogLine, Order, to_be_typed, words_of
+from ciuic.cli.commands.web.broker import Action, ActionLog, LogLine, Order, Progress, to_be_typed, words_of
 from ciuic.cli.commands.web.rights import ACTIONS, TYPED
 from ciuic.errors import UsageError
 
@@ -106,3 +106,13 @@ def test_the_log_is_bounded_and_outlives_a_crash(tmp_path: Path, monkeypatch: py
         file.write(b'{"time":"2026')
     log.add(_line(9))
     assert [one.action for one in log.lines()][-2:] == [8, 9]
+
+
+def test_a_summary_says_what_takes_it_back() -> None:
+    """Of what a command printed, the list of actions has the safety snapshot alone, and nothing where there is none."""
+    for safety in ("cs-1", None):
+        printed = {"safety_snapshot": safety, "items": [1, 2]}
+        done = Progress(action=1, kind="restore", who="root", document=printed, said="text", code=0)
+        summary = Action(done).summary()
+        assert summary.document == ({"safety_snapshot": safety} if safety else None)
+        assert not summary.said

@@ -2,10 +2,23 @@
 // Everything works without this file: it keeps open pages fresh and shows progress. Text is only ever put in as text.
 (() => {
   const told = document.getElementById("live");
+  // A browser has six connections to one host, for all of its tabs: one that nobody sees holds none.
+  const listen = (address, acts) => {
+    let events = null;
+    const turn = () => {
+      if (events) events.close();
+      events = document.hidden ? null : new EventSource(address);
+      if (events) for (const [kind, act] of Object.entries(acts)) events.addEventListener(kind, act);
+    };
+    document.addEventListener("visibilitychange", turn);
+    turn();
+    return () => { document.removeEventListener("visibilitychange", turn); if (events) events.close(); };
+  };
   const follow = (number, change, end) => {
-    const events = new EventSource("/action/events?n=" + encodeURIComponent(number));
-    events.addEventListener("progress", (event) => change(JSON.parse(event.data).state));
-    events.addEventListener("end", () => { events.close(); end(); });
+    const close = listen("/action/events?n=" + encodeURIComponent(number), {
+      progress: (event) => change(JSON.parse(event.data).state),
+      end: () => { close(); end(); },
+    });
   };
   const fill = (bar, state) => { if (bar && state.bytes_total) { bar.max = state.bytes_total; bar.value = state.bytes_done; } };
   const action = document.getElementById("action");
@@ -25,7 +38,6 @@
         : "defaultValue" in field && field.value !== field.defaultValue);
   const anyTouched = () => [...document.forms].some(touched);
   const isLive = "live" in document.body.dataset;
-  // A browser has few connections to one host.
   for (const one of [...document.querySelectorAll("[data-running]")].slice(0, 2)) {
     const number = one.dataset.running;
     follow(number, (state) => fill(document.querySelector(`[data-running="${number}"] progress`), state), () => {
@@ -82,11 +94,15 @@
     } catch (error) { /* the next refresh draws it */ }
   };
   const later = (ms) => { if (!waiting) waiting = setTimeout(refresh, ms); };
-  const events = new EventSource("/events");
-  for (const kind of ["ciuic", "daemon"]) events.addEventListener(kind, () => later(400));
-  events.addEventListener("reset", () => later(0));
-  events.addEventListener("hello", () => { told.textContent = "live"; });
-  events.onerror = () => { told.textContent = "the page's server does not answer"; };
+  let greeted = false;
+  listen("/events", {
+    ciuic: () => later(400),
+    daemon: () => later(400),
+    reset: () => later(0),
+    // Seen again: what happened meanwhile was not told.
+    hello: () => { told.textContent = "live"; if (greeted) later(0); greeted = true; },
+    error: () => { told.textContent = "the page's server does not answer"; },
+  });
   draw();
   setInterval(() => later(0), 20000);
 })();
