@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import pytest
 from support import surviving_job, tiny_training, trees
 from support.live import module_tmp
 from support.restoring import write
-from support.two_versions import VERSIONS, Installations, Upgraded, Version
+from support.two_versions import OLD_VERSION, VERSIONS, Installations, Upgraded, Version
 from support.until import until
 
 __all__ = ["module_tmp"]
@@ -31,6 +32,7 @@ pytestmark = [pytest.mark.mount, pytest.mark.slow]
 both_ways = pytest.mark.parametrize(
     ("first", "second"), [VERSIONS, VERSIONS[::-1]], ids=["upgrade", "way-back"]
 )
+_THERE_AND_BACK: Final[tuple[Version, ...]] = ("old", "new", "old")
 _JOB_SECONDS = 60.0
 _TWO_DAYS_SECONDS = 2 * 86_400
 _ROUNDS = 3
@@ -254,25 +256,23 @@ def job_in(root: Path, stop: Path) -> Iterator[Callable[[], None]]:
         process.communicate()
 
 
-@both_ways
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
-def test_a_mounted_root_is_taken_over(
-    host: Upgraded, first: Version, second: Version, end: signal.Signals
-) -> None:
-    """The daemon of the other version serves the root on below a job that meets no failure; what was written meanwhile is whole."""
+def test_a_mounted_root_is_taken_over(host: Upgraded, end: signal.Signals) -> None:
+    """The daemon of the new version and again of the old one serves the root on below a job that meets no failure; what was written meanwhile is whole."""
     kept = Kept(host)
-    host.use(first)
+    host.use("old")
     host.run("protect", str(kept.root))
     host.start(kept.root)
     with job_in(kept.root, host.top / "stop") as job_goes_on:
         write(kept.root / "before", os.urandom(1_000_000))
         earlier = host.snapshot()
         content = (kept.root / "before").read_bytes()
-        for version in (second, first):
+        for version in _THERE_AND_BACK[1:]:
             host.stop(end)
             write(kept.root / f"between {version}", content)
             host.use(version)
             host.start(kept.root)
+            assert (host.json("status")["version"] == OLD_VERSION) == (version == "old")
             job_goes_on()
             write(kept.root / f"after {version}", content)
             newest = host.snapshot()
@@ -385,15 +385,12 @@ _TORCH = """
 """
 
 
-@both_ways
-def test_states_and_checkpoints_of_torch(
-    tmp_path: Path, installations: Installations, first: Version, second: Version
-) -> None:
+def test_states_and_checkpoints_of_torch(tmp_path: Path, installations: Installations) -> None:
     """States of PyTorch, directories and repositories of sharded checkpoints are loaded and saved by either version in turn."""
     pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
     script = tmp_path / "states.py"
     script.write_text(textwrap.dedent(_TORCH))
-    for number, version in enumerate((first, second, first)):
+    for number, version in enumerate(_THERE_AND_BACK):
         installations.python(version, script, tmp_path, number, 2)
 
 
