@@ -124,7 +124,7 @@ class Fleet:
         self.stored: dict[str, tuple[Path, trees.Manifest]] = {}
         """Snapshots that were uploaded and not given up: their root, and its files."""
         self.collected: set[Version] = set()
-        """Versions that have freed space."""
+        """Versions that have deleted packs."""
         self._given_up: set[str] = set()
         self._nas = place / "nas"
         self._url = f"file://{self._nas}"
@@ -185,7 +185,7 @@ class Fleet:
                 os.utime(path, (then, then))
         host = self._draw().host
         host.use(version)
-        if host.json("prune", "--remote")["freed_bytes"]:
+        if any(space["packs"] for space in host.json("prune", "--remote")["spaces"]):
             self.collected.add(version)
 
     def check(self) -> None:

@@ -82,7 +82,7 @@ class Upgraded(Live):
         self.require((self._version, program, *arguments), done.returncode, expect, text)
         return done
 
-    def list(self, program: str = "ciuic") -> Sequence[Listed]:
+    def list(self, program: str = "ciuic") -> list[Listed]:
         return super().list(program)
 
     def status(self) -> dict[str, Any] | None:
