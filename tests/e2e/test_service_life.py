@@ -11,6 +11,7 @@ from support import wheels
 from support.ci import needs
 from support.real_systemd import RealSystemd, reason_against
 from support.service_host import CODE, ServiceHost
+from support.two_versions import OLD_COMMIT, OLD_VERSION
 from support.until import until
 
 pytestmark = [pytest.mark.mount, pytest.mark.slow]
@@ -138,29 +139,34 @@ def _stop_and_start(host: ServiceHost, program: str) -> None:
     assert (after["worker_pid"], after["session"]) == (root["worker_pid"], root["session"])
 
 
-def test_an_upgrade_from_an_older_wheel(host: ServiceHost, short_tmp: Path) -> None:
-    """The new version's `service install` takes over the old version's workers with the job's open files."""
+@pytest.mark.parametrize(
+    ("commit", "version", "and_back"), [(_OLDER, "0.0.9", False), (OLD_COMMIT, OLD_VERSION, True)]
+)
+def test_an_upgrade_from_an_older_wheel(host: ServiceHost, commit: str, version: str, and_back: bool) -> None:
+    """The new version's `service install` takes over the old version's workers with the job's open files; so does that of 0.2 on the way back."""
     place = Path(host.top)
-    wheels.older_source(place / "source", _OLDER, "0.0.9")
+    wheels.older_source(place / "source", commit, version)
     old = wheels.environment(place / "old", wheels.build(place / "source", place / "old-wheel"))
     wheel = wheels.build(CODE, place / "new-wheel")
     new = wheels.environment(place / "new", wheel)
     host.program = old
-    before = host.install()
-    snapshot = host.ciuic("snapshot", "--wait").strip()
+    host.install()
+    snapshots = {host.ciuic("snapshot", "--wait").strip()}
     with host.job() as job:
-        assert host.status()["version"] == "0.0.9"
-        host.program = new
-        after = host.install()
-        job.goes_on()
-        assert host.status()["version"] == wheel.name.split("-")[1]
-        assert str(new) in host.shown("ciuic.service", "ExecStart")
-        if before["driver"] == "kernel":
-            until("the new worker", lambda: host.root()["worker_pid"] != before["worker_pid"])
-            after = host.mounted()
-            assert "ciuic-workers.service" in host("cat", f"/proc/{after['worker_pid']}/cgroup")
-        job.goes_on()
-        second = host.ciuic("snapshot", "--wait").strip()
-        listed = [one["id"] for one in json.loads(host.ciuic("list", "--json"))["snapshots"]]
-        assert {snapshot, second} <= set(listed)
+        assert host.status()["version"] == version
+        for program, expected in ((new, wheel.name.split("-")[1]), (old, version))[: 1 + and_back]:
+            before = host.root()
+            host.program = program
+            host.install()
+            job.goes_on()
+            assert host.status()["version"] == expected
+            assert str(program) in host.shown("ciuic.service", "ExecStart")
+            if before["driver"] == "kernel":
+                until("the new worker", lambda old=before: host.root()["worker_pid"] != old["worker_pid"])
+                after = host.mounted()
+                assert "ciuic-workers.service" in host("cat", f"/proc/{after['worker_pid']}/cgroup")
+            job.goes_on()
+            snapshots.add(host.ciuic("snapshot", "--wait").strip())
+            listed = [one["id"] for one in json.loads(host.ciuic("list", "--json"))["snapshots"]]
+            assert snapshots <= set(listed)
     host.ciuic("verify", "--all", "--checksum")

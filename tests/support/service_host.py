@@ -80,7 +80,9 @@ class ServiceHost:
         self("systemctl", "daemon-reload")
 
     def ciuic(self, *arguments: str, expect: int | None = 0) -> str:
-        return self("env", f"CIUIC_CONFIG={CONFIG}", str(self.program), *arguments, expect=expect)
+        # A PYTHONPATH of the caller's would put this checkout in the place of an older program.
+        setting = ("-u", "PYTHONPATH", f"CIUIC_CONFIG={CONFIG}")
+        return self("env", *setting, str(self.program), *arguments, expect=expect)
 
     def install(self) -> dict[str, Any]:
         """Install the service of ``program``; return the root when it is mounted."""
