@@ -224,15 +224,12 @@ def _collect(
     between: Callable[[], None],
 ) -> CollectedSpace:
     brake = _brake(reader, approved)
-    sizes: dict[PackRef, int] = {}
     cold = cold_packs(reader.space.objects)
     results: list[CollectionResult] = []
     with open_collector(reader, host=host, policy=policy, brake=brake, between=between) as collector:
         empty = 0
         while empty < _MAX_EMPTY_ROUNDS:
             result = reader.retry.call(collector.run)
-            # The reader's index still has what the round deleted.
-            sizes |= {pack.ref: pack.size_bytes for pack in reader.lookup.packs().values()}
             results.append(result)
             if result.round < 0:
                 break
@@ -243,7 +240,7 @@ def _collect(
         reader.space.id,
         packs,
         tuple(name for result in results for name in result.manifests),
-        sum(sizes.get(ref, 0) for ref in packs),
+        sum(result.freed_bytes for result in results),
         sum(result.repacked_bytes for result in results),
         sum(result.rescued for result in results),
         results[-1].unreadable,

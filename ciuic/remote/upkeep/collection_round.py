@@ -552,6 +552,8 @@ class CollectionResult(NamedTuple):
     """Packs in which a chunk could not be read, for which another copy was to go and stays."""
     checked_bytes: int = 0
     """Stored bytes of the copies that were read because others were deleted."""
+    freed_bytes: int = 0
+    """Size of the packs that were still there."""
 
 
 class CollectionPreview(NamedTuple):
@@ -765,6 +767,7 @@ class Collector:
             self._require_honest(round_, content)
         if content.whole is True:
             self._end_replaced(round_, content)
+        sizes = {pack.ref: pack.size_bytes for pack in self._index.packs()}
         delete_condemned(self._objects, content)
         self._tidy_logs()
         create_round(self._objects, self._sealer, round_, "done", StoredRound(nonce=self._new_id()))
@@ -780,6 +783,7 @@ class Collector:
             self._unreadable,
             tuple(sorted(self._kept.decayed)),
             self._kept.read_bytes,
+            sum(sizes.get(ref, 0) for ref in packs),
         )
 
     def _require_honest(self, round_: int, decision: StoredRound) -> None:
