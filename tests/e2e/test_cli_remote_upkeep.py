@@ -284,7 +284,11 @@ def test_what_was_given_up_at_once_is_held_until_it_is_approved(host: Host, nas:
     before, newest = packs(nas), host.list()[0].id
     host.run("prune", "--remote", "--dry-run")
     refused = host.run("prune", "--remote", "--json", expect=8)
-    assert host.json("list", "--all-hosts")["snapshots"] == []
+    hidden = host.run("list", "--all-hosts", "--json")
+    assert json.loads(hidden.stdout)["snapshots"] == []
+    assert "2 snapshots that no collection has deleted are not shown" in " ".join(
+        hidden.stderr.decode().split()
+    )
     seen = host.json("list", "--all-hosts", "--all-claims")["snapshots"]
     assert [(one["id"], one["state"]) for one in seen] == [(row.id, "given_up") for row in host.list()]
     assert "given up" in host.run("list", "--all-hosts", "--all-claims").stdout.decode()

@@ -229,6 +229,12 @@ class Session:
             )
             self.exit_code = damage.exit_code
         self.say_damaged(opened.lost_spaces)
+        for host, count in opened.suddenly_given_up.items():
+            warn(
+                f"the newest snapshots of {host} were all given up; {plural(count, 'snapshot')} that no collection has deleted "
+                "are not shown",
+                hint="ciuic list --all-claims; if nobody meant it, somebody has the key of a host",
+            )
 
     def say_damaged(self, damages: Iterable[CiuicError]) -> None:
         """Warn of damage, and end with its exit code unless the command ends with another one."""

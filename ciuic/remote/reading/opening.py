@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -24,7 +24,7 @@ from ciuic.remote.log_reader import (
     naming_memory,
     unlogged_manifests,
 )
-from ciuic.remote.object_names import MANIFESTS_PREFIX
+from ciuic.remote.object_names import MANIFESTS_PREFIX, parse_manifest
 from ciuic.remote.objects.model import ObjectInfo, Objects
 from ciuic.remote.objects.opening import open_objects, open_versions
 from ciuic.remote.objects.urls import StoreSettings
@@ -70,6 +70,8 @@ class ReadableRemote:
         self.readers: Final = tuple(readers)
         self.lost_spaces: Final = lost_spaces
         """Spaces that have objects and no remote.json. Snapshots in them are not among ``snapshots``."""
+        self.suddenly_given_up: dict[str, int] = {}
+        """Snapshots of hosts whose newest were all given up, by the host's label, as far as no collection has deleted them."""
         self._closing = ExitStack()
 
     @property
@@ -297,6 +299,7 @@ def read_remote(
     retry = RetryPolicy(retry_seconds)
     entries: list[CommittedEntry] = []
     readers: list[SpaceReader] = []
+    sudden: dict[str, int] = {}
     with ExitStack() as closing:
         if close_objects:
             closing.callback(remote.objects.close)
@@ -345,6 +348,8 @@ def read_remote(
                 events.warning("remote_log_damaged", remote=space.objects.url, error=damaged.error.message)
             manifests = Manifests(space, cache, logs, prefer=reader.lookup.prefer)
             live = logs.live()
+            if listed is not None and not all_claims:
+                sudden |= _suddenly_given_up(listed.result(), logs)
             entries += (CommittedEntry(one, manifests) for one in live.values())
             if all_claims and listed is not None:
                 committed = {(one.repository, one.snapshot) for one in live.values()}
@@ -356,8 +361,33 @@ def read_remote(
         pool.shutdown()
         lost = [*lost_spaces(remote.objects, found_spaces.result()), *damaged_spaces]
         opened = ReadableRemote(remote, RemoteSnapshots(named_entries(entries)), readers, lost)
+        opened.suddenly_given_up = sudden
         opened.keep_open(closing)
     return opened
+
+
+_NEWEST: Final = 3
+
+
+def are_newest_gone(live: Collection[int], gone: Collection[int]) -> bool:
+    """Return whether the newest three were all given up, and less than a third is live: every retention keeps the newest.
+
+    Args:
+        live: Store's times of the manifests of live snapshots.
+        gone: Store's times of those that were given up and are stored.
+    """
+    stored = sorted([*((time_ns, False) for time_ns in gone), *((time_ns, True) for time_ns in live)])
+    return bool(gone) and not any(is_live for _, is_live in stored[-_NEWEST:]) and 3 * len(live) < len(stored)
+
+
+def _suddenly_given_up(stored: Sequence[ObjectInfo], logs: LogReader) -> dict[str, int]:
+    """Return the number of given-up snapshots that are stored, of each host whose newest are all among them."""
+    live, removed = logs.live(), logs.removed()
+    times: dict[str, tuple[list[int], list[int]]] = {}
+    for info in stored:
+        if (name := parse_manifest(info.name)) and (info.name in live or info.name in removed):
+            times.setdefault(name.host, ([], []))[info.name not in live].append(info.modified_ns)
+    return {host: len(gone) for host, (here, gone) in times.items() if are_newest_gone(here, gone)}
 
 
 def _spaces(own: Remote, found: Future[dict[str, bool]], damaged: list[DamagedRemote]) -> Iterator[Remote]:

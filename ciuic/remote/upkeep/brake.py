@@ -35,6 +35,7 @@ import msgspec
 
 from ciuic.remote.documents import LiveManifest
 from ciuic.remote.object_names import parse_manifest
+from ciuic.remote.reading.opening import are_newest_gone
 from ciuic.repository import log as events
 from ciuic.structs import decode_json
 from ciuic.system.disk import Disk, read_regular
@@ -90,8 +91,7 @@ def is_sudden(now_ns: int, times: Times, levels: Sequence[Level]) -> bool:
     live, gone = times
     if not gone:
         return False
-    newest = sorted([*((time_ns, False) for time_ns in gone), *((time_ns, True) for time_ns in live)])
-    if not any(is_live for _, is_live in newest[-_NEWEST:]) and 3 * len(live) < len(newest):
+    if are_newest_gone(live, gone):
         return True
     counted = [level for level in levels if level.time_ns > now_ns - LEVEL_NS]
     if not counted:
