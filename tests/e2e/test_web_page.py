@@ -299,7 +299,8 @@ def test_what_runs_is_on_every_page_and_can_be_stopped(page: WebPage, site: Site
         for pid in _restores(root):
             os.kill(pid, signal.SIGCONT)
     ended_page = page.follow(answer)
-    assert "exit code 130" in ended_page.text or "ended by signal 2" in ended_page.text
+    # 1 where the interpreter itself was only starting.
+    assert re.search("with exit code (130|1)<|ended by signal 2", ended_page.text), ended_page.text
     assert "It was not carried out whole" in ended_page.text
     assert "data-running" not in page.ask("/files").text
     assert "to be stopped" in page.ask("/log").text

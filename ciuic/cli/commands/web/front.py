@@ -537,7 +537,11 @@ class Front:
         return await self._rendered("snapshot.html", asked, question)
 
     async def _files(self, asked: Asked) -> Reply:
-        path = asked.path() if asked.get("p") else b"/"
+        path = (
+            asked.path()
+            if asked.get("p")
+            else await self._readers.ask(lambda reading: reading.top(asked.get("s")))
+        )
         tensors, trouble = await self._tensors(asked.get("s"), path) if asked.get("tensors") else (None, None)
 
         def question(reading: Reading) -> dict[str, Any]:

@@ -294,6 +294,11 @@ class Reading:
             and _is_ordinary(info)
         )
 
+    def top(self, text: str) -> bytes:
+        """Return the directory that all roots of a snapshot have in common: the root itself where there is one."""
+        roots = [root.path for root in self.snapshot(text)[1].roots if root.path.startswith(b"/")]
+        return normalise(posixpath.commonpath(roots)) if roots else b"/"
+
     def listing(self, text: str, path: bytes, after: bytes = b"", start: bytes = b"") -> Listing:
         """Return a page of the names in a directory, as of a snapshot.
 
