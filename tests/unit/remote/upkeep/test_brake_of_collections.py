@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,19 +13,32 @@ from support.restoring import write
 
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access import Remote
-from ciuic.remote.documents import LogFence, LogRemove, LogState, StoredRound, create_round, read_entry
+from ciuic.remote.documents import (
+    LogFence,
+    LogRemove,
+    LogState,
+    StoredRound,
+    create_round,
+    decode_manifest,
+    encode_manifest,
+    read_entry,
+)
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.log_reader import LogReader
 from ciuic.remote.object_names import (
     MANIFESTS_PREFIX,
     PACKS_PREFIX,
+    RoundPart,
     log_entry_name,
+    manifest_name,
     new_hex_id,
     parse_pack,
     round_name,
 )
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
-from ciuic.remote.objects.model import ObjectInfo
+from ciuic.remote.objects.model import ObjectInfo, Objects
+from ciuic.remote.sealing.sealer import Sealer
+from ciuic.remote.upkeep import collection_round
 from ciuic.remote.upkeep.check import mend_rounds
 from ciuic.remote.upkeep.collect import (
     CollectedSpace,
@@ -36,7 +49,7 @@ from ciuic.remote.upkeep.collect import (
 )
 from ciuic.remote.upkeep.collection_round import CollectionPolicy
 from ciuic.remote.writer_log import append_to_log
-from ciuic.types import order_of
+from ciuic.types import SnapshotId, order_of
 
 AT_ONCE = CollectionPolicy(young_ns=0, repack_share=0.6)
 
@@ -219,6 +232,70 @@ def test_a_forged_round_takes_nothing_that_is_needed_or_held(
     with reading(remote, tmp_path / "cache") as opened:
         assert len(opened.snapshots.ids()) == 2
         assert verify_snapshots(opened.repositories[0], checksum=True).damages == []
+
+
+class Killed(BaseException):
+    """Death of a collector."""
+
+
+def killed_when_decided(
+    monkeypatch: pytest.MonkeyPatch, collect: Callable[[], object], before: Callable[[], None] = lambda: None
+) -> None:
+    """Kill a collector when its decision stands; ``before`` is called before that."""
+
+    def decide(
+        objects: Objects, sealer: Sealer, round_: int, part: RoundPart, content: StoredRound
+    ) -> StoredRound:
+        if part != "final":
+            return create_round(objects, sealer, round_, part, content)
+        before()
+        create_round(objects, sealer, round_, part, content)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(collection_round, "create_round", decide)
+        with pytest.raises(Killed):
+            collect()
+
+
+def test_a_decision_is_carried_out_beside_a_manifest_that_came_after_it(
+    objects: AgedObjects, remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer that dies before it has committed what it relied on does not keep the round of a dead collector from being ended."""
+    host = uploaded(tmp_path / "h1", remote, 2)
+    with reading(remote, tmp_path / "cache") as opened:
+        given_up = opened.snapshots.entries[SnapshotId(ids(host)[1])].live.manifest
+        give_up_snapshots(opened, [SnapshotId(ids(host)[1])], host="operator")
+    objects.aged_ns = dict.fromkeys(stored(remote), 48 * HOUR_NS)
+
+    def store_manifest() -> None:
+        late = manifest_name(job="j", epoch=0, step=0, host="h1", random=new_hex_id())
+        content = decode_manifest(remote.sealer, given_up, objects.get(given_up))
+        objects.put(late, [encode_manifest(remote.sealer, late, content)])
+
+    def collect_old(cache: str) -> CollectedSpace:
+        with reading(remote, tmp_path / cache) as opened:
+            (space,) = collect_remote(opened, host="operator")
+        return space
+
+    killed_when_decided(monkeypatch, lambda: collect_old("cache"), store_manifest)
+    space = collect_old("other cache")
+    assert space.packs
+    assert space.manifests == (given_up,)
+
+
+def test_an_approved_decision_is_carried_out_when_it_is_approved_again(
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a collector that died after its approved decision the next one says what to do, and does it."""
+    host = uploaded(tmp_path / "h1", remote, 4)
+    attack(remote)
+    repository = host.repository.id
+    killed_when_decided(monkeypatch, lambda: collect(remote, tmp_path / "cache", repository))
+    with pytest.raises(DamagedRemote) as refused:
+        collect(remote, tmp_path / "cache")
+    assert f"--approve {repository}" in refused.value.hint
+    assert len(collect(remote, tmp_path / "cache", repository).manifests) == 4
 
 
 @pytest.mark.parametrize("round_", [0, 10**9])
