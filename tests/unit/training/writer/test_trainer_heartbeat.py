@@ -73,6 +73,34 @@ def test_page_says_when_a_save_or_a_restore_is_under_way(
     manager.close()
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_signal_that_a_library_uses_stays_its_own(when: str) -> None:
+    """A handler that a library of the process installs is called before and after the page is closed, whichever came first."""
+    program = """
+import ctypes, signal, sys
+from ciuic.protocol.heartbeat_page import STACKS_SIGNAL, HeartbeatPage, read_page
+def install():
+    signal_ = ctypes.CDLL(None).signal
+    signal_.restype, signal_.argtypes = ctypes.c_void_p, (ctypes.c_int, type(handler))
+    signal_(STACKS_SIGNAL, handler)
+seen = []
+handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(seen.append)
+if sys.argv[1] == "before":
+    install()
+page = HeartbeatPage()
+page.append_stacks_at_signal()
+print(read_page(page.fd).dumps)
+if sys.argv[1] == "after":
+    install()
+signal.raise_signal(STACKS_SIGNAL)
+page.close()
+signal.raise_signal(STACKS_SIGNAL)
+print(len(seen))
+"""
+    done = subprocess.run((sys.executable, "-c", program, when), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split()) == (0, [str(when == "after"), "2"]), done.stderr
+
+
 def test_evaluation_is_a_beat_after_the_first_step(tmp_path: Path) -> None:
     """Batches of an evaluation beat, but not before the first step, which may have to be compiled."""
     with SnapshotManager(tmp_path) as manager:
