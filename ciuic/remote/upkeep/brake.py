@@ -206,6 +206,7 @@ class Brake:
         self._see(now_ns, stored, live, {name: one for name, one in gone.items() if name not in left_out})
         if len(self._memory.held) > known:
             # Before anything is deleted: an interrupted collection has noticed it, too.
+            self._memory.given_up |= self._load().given_up
             self._save()
         return held
 
@@ -222,8 +223,10 @@ class Brake:
                 [stored[name] for name in lives.get(repository, ()) if name in stored],
                 [stored[name] for name in gones.get(repository, ())],
             )
-            levels = self._memory.levels.get(repository, ())
-            self._seen[repository] = level_of(now_ns, times, levels)
+            # A log may name any number of repositories of which nothing is stored.
+            if times.live or times.gone:
+                levels = self._memory.levels.get(repository, ())
+                self._seen[repository] = level_of(now_ns, times, levels)
 
     def note(self) -> None:
         """Remember what is live now, for later collections; what was sudden is compared with that alone."""
@@ -242,6 +245,8 @@ class Brake:
 
     def give_up(self, manifests: Iterable[str]) -> None:
         """Remember that a person gives these up on this host."""
+        # A collection may have held something since this was read.
+        self._memory = self._load()
         self._memory.given_up.update(manifests)
         self._save()
 

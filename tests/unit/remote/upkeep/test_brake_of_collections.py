@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.remote_host import RemoteHost, new_remote, reading
 from support.restoring import write
@@ -14,6 +15,7 @@ from support.restoring import write
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access import Remote
 from ciuic.remote.documents import (
+    LiveManifest,
     LogFence,
     LogRemove,
     LogState,
@@ -39,6 +41,7 @@ from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import ObjectInfo, Objects
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.remote.upkeep import collection_round
+from ciuic.remote.upkeep.brake import Brake
 from ciuic.remote.upkeep.check import mend_rounds
 from ciuic.remote.upkeep.collect import (
     CollectedSpace,
@@ -181,6 +184,40 @@ def test_a_collector_that_saw_the_snapshots_notices_what_a_new_one_cannot(
     host.upload()
     space = collect(remote, tmp_path / "cache", "h1")
     assert (len(space.manifests), space.held) == (7, ())
+
+
+def manifests_of(repository: str, count: int) -> dict[str, LiveManifest]:
+    names = [manifest_name(job="j", epoch=0, step=0, host="h", random=f"{at:032x}") for at in range(count)]
+    return {name: LiveManifest(repository, SnapshotId(f"cs-{name[-8:]}"), name, "0" * 64) for name in names}
+
+
+def test_snapshots_that_are_not_stored_take_no_place_in_the_memory(tmp_path: Path) -> None:
+    """Repositories that a log names without a manifest in the store do not fill up what a collector remembers."""
+    live = manifests_of("a" * 32, 1000)
+    brake = Brake(tmp_path / "levels")
+    brake.hold(
+        2**60,
+        {},
+        {name: msgspec.structs.replace(one, repository=name[-32:]) for name, one in live.items()},
+        {},
+    )
+    brake.note()
+    assert (tmp_path / "levels").stat().st_size < 1000
+
+
+def test_a_person_gives_up_beside_a_collection(tmp_path: Path) -> None:
+    """What a person gives up while a collection runs is remembered beside what that holds, whichever is written last."""
+    manifests = manifests_of("a" * 32, 8)
+    times = dict.fromkeys(manifests, 2**60)
+    forgotten, *others = manifests
+    person, collection = Brake(tmp_path / "levels"), Brake(tmp_path / "levels")
+    assert collection.hold(2**60, times, {}, manifests) == manifests
+    person.give_up([forgotten])
+    again = Brake(tmp_path / "levels")
+    assert again.hold(2**60, times, {}, manifests).keys() == set(others)
+    person.give_up(others[:1])
+    again.note()
+    assert Brake(tmp_path / "levels").hold(2**60, times, {}, manifests).keys() == set(others[1:])
 
 
 def test_a_sum_that_leaves_commits_out_is_no_way_round(
