@@ -10,6 +10,7 @@ References:
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import faulthandler
 import fcntl
@@ -48,6 +49,7 @@ PAGE_NAME: Final = "ciuic-beat"
 """Name of the memfd, as links in /proc/PID/fd show it."""
 STACKS_SIGNAL: Final = signal.SIGRTMAX - 5
 """Signal at which a trainer appends the stacks of its threads to its page; OpenJDK in the same process uses SIGRTMAX-2."""
+_libc = ctypes.CDLL(None)
 _ACTION_BYTES: Final = 256
 """More than struct sigaction of any C library."""
 
@@ -222,17 +224,13 @@ class HeartbeatPage:
 
 def _action() -> bytes:
     """Return the struct sigaction of `STACKS_SIGNAL` in this process."""
-    import ctypes
-
     action = ctypes.create_string_buffer(_ACTION_BYTES)
-    ctypes.CDLL(None).sigaction(STACKS_SIGNAL, None, action)
+    _libc.sigaction(STACKS_SIGNAL, None, action)
     return action.raw
 
 
 def _set_action(action: bytes) -> None:
-    import ctypes
-
-    ctypes.CDLL(None).sigaction(STACKS_SIGNAL, action, None)
+    _libc.sigaction(STACKS_SIGNAL, action, None)
 
 
 def _handler_of(action: bytes) -> int:

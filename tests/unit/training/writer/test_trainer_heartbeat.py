@@ -56,8 +56,9 @@ def test_page_says_when_a_save_or_a_restore_is_under_way(
     manager.register(model=model)
     seen = []
 
-    def busy() -> None:
+    def busy() -> bool:
         seen.append(reading_of(manager._coordinator.heartbeat).busy)
+        return seen[-1]
 
     client = manager._coordinator.pipeline.client
     reserve, listen, load = client.reserve, client.listen, model.load_state_dict
@@ -96,9 +97,12 @@ signal.raise_signal(STACKS_SIGNAL)
 page.close()
 signal.raise_signal(STACKS_SIGNAL)
 print(len(seen))
+# Closed by the end of the interpreter.
+left = HeartbeatPage()
+left.append_stacks_at_signal()
 """
     done = subprocess.run((sys.executable, "-c", program, when), capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout.split()) == (0, [str(when == "after"), "2"]), done.stderr
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, [str(when == "after"), "2"], "")
 
 
 def test_evaluation_is_a_beat_after_the_first_step(tmp_path: Path) -> None:
