@@ -14,7 +14,9 @@ from support.served_sockets import RegistrationListener
 from support.tiny_training import Model, Optimizer
 
 from ciuic import SnapshotManager
+from ciuic.errors import CiuicError
 from ciuic.protocol.heartbeat_page import Goodbye, HeartbeatReading, read_losses, read_page
+from ciuic.repository import Repository
 from ciuic.training import ManagerOptions
 from ciuic.training.save_pipeline import SavePipeline
 from ciuic.training.writer.heartbeat import TrainerHeartbeat
@@ -72,6 +74,35 @@ def test_page_says_when_a_save_or_a_restore_is_under_way(
     busy()
     assert not seen[-1]
     manager.close()
+
+
+def test_page_says_when_a_state_is_loaded_by_name_compared_or_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page says so whichever way the program asks for a state that was saved: all of them may take longer than a step."""
+    seen = []
+    with SnapshotManager(tmp_path) as manager:
+        manager.save_snapshot(table={"a": 1}, step=1, wait=True)
+        opened = Repository.open
+
+        def opening(*args: object, **kwargs: object) -> Repository:
+            seen.append(reading_of(manager._coordinator.heartbeat).busy)
+            return opened(*args, **kwargs)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(Repository, "open", opening)
+        for look in (
+            lambda: manager.load_snapshot(step=1),
+            manager.load_best,
+            lambda: manager.diff("latest", "latest"),
+            lambda: manager.export(tmp_path / "out.npz", to="npz"),
+        ):
+            seen.clear()
+            # What they find is not the matter here.
+            with suppress(CiuicError):
+                look()
+            assert seen
+            assert all(seen)
+        assert not reading_of(manager._coordinator.heartbeat).busy
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
