@@ -139,7 +139,7 @@ class _Memory(msgspec.Struct, kw_only=True):
     held: set[str] = set()
     """Manifests that are held until a person approves."""
     given_up: set[str] = set()
-    """Manifests that a person gave up on this host."""
+    """Manifests that a person gave up or approved on this host."""
 
 
 class Brake:
@@ -180,18 +180,21 @@ class Brake:
             gone: Snapshots that were given up, by manifest, which are all stored.
         """
         self._stored = frozenset(stored)
-        known = len(self._memory.held)
+        known = len(self._memory.held), len(self._memory.given_up)
         held: dict[str, LiveManifest] = {}
         self.held = ()
         for repository, names in _by_repository(gone).items():
-            hosts = sorted({label.host for name in names if (label := parse_manifest(name))})
-            # A person's own are no loss, and no sign of one.
+            hosts = {name: label.host for name in names if (label := parse_manifest(name))}
+            # By each one's own host: anybody may store one in this repository that names a host which is approved.
+            met = {name: self._approved.intersection((repository, host)) for name, host in hosts.items()}
+            approved = {name for name, by in met.items() if by}
+            self.met.update(*met.values())
+            self._memory.held -= approved
+            # A person's own are no loss, and no sign of one; also at later collections, if they are too young for this one.
+            self._memory.given_up |= approved
             others = set(names) - self._memory.given_up
-            if met := self._approved.intersection((repository, *hosts)):
-                self.met |= met
-                self._memory.held -= set(names)
+            if approved and not others:
                 self._sudden.add(repository)
-                others = set()
             lives = [
                 stored[name] for name, one in live.items() if one.repository == repository and name in stored
             ]
@@ -201,10 +204,10 @@ class Brake:
                 self._sudden.add(repository)
             if kept := self._memory.held.intersection(others):
                 held |= {name: gone[name] for name in kept}
-                self.held += (HeldRepository(repository, tuple(hosts), len(kept)),)
+                self.held += (HeldRepository(repository, tuple(sorted(set(hosts.values()))), len(kept)),)
         left_out = {*held, *self._memory.given_up}
         self._see(now_ns, stored, live, {name: one for name, one in gone.items() if name not in left_out})
-        if len(self._memory.held) > known:
+        if known != (len(self._memory.held), len(self._memory.given_up)):
             # Before anything is deleted: an interrupted collection has noticed it, too.
             self._memory.given_up |= self._load().given_up
             self._save()

@@ -330,9 +330,39 @@ def test_an_approved_decision_is_carried_out_when_it_is_approved_again(
     repository = host.repository.id
     killed_when_decided(monkeypatch, lambda: collect(remote, tmp_path / "cache", repository))
     with pytest.raises(DamagedRemote) as refused:
-        collect(remote, tmp_path / "cache")
+        collect(remote, tmp_path / "other cache")
     assert f"--approve {repository}" in refused.value.hint
-    assert len(collect(remote, tmp_path / "cache", repository).manifests) == 4
+    assert len(collect(remote, tmp_path / "other cache", repository).manifests) == 4
+
+
+def test_an_approval_is_remembered_until_what_it_is_for_is_deleted(
+    objects: AgedObjects, remote: Remote, tmp_path: Path
+) -> None:
+    """What was approved while it was too young to be deleted goes at a later collection, without another word."""
+    host = uploaded(tmp_path / "h1", remote, 4)
+    attack(remote)
+
+    def collect_old(*approved: str) -> CollectedSpace:
+        with reading(remote, tmp_path / "cache") as opened:
+            (space,) = collect_remote(opened, host="operator", approved=approved)
+        return space
+
+    first = collect_old(host.repository.id)
+    assert (first.manifests, first.held, first.approved) == ((), (), (host.repository.id,))
+    objects.aged_ns = dict.fromkeys(stored(remote), 48 * HOUR_NS)
+    later = collect_old()
+    assert (len(later.manifests), later.held) == (4, ())
+
+
+def test_an_approved_host_takes_no_snapshots_of_others_along(tmp_path: Path) -> None:
+    """A manifest that somebody has stored under the name of an approved host lets nothing else of its repository go."""
+    manifests = manifests_of("a" * 32, 8)
+    planted = manifest_name(job="j", epoch=0, step=0, host="retired", random="f" * 32)
+    forged = {planted: LiveManifest("a" * 32, SnapshotId("cs-ffffffff"), planted, "0" * 64)}
+    times = dict.fromkeys([*manifests, planted], 2**60)
+    brake = Brake(tmp_path / "levels", approved=["retired"])
+    assert brake.hold(2**60, times, {}, manifests | forged) == manifests
+    assert brake.met == {"retired"}
 
 
 @pytest.mark.parametrize("round_", [0, 10**9])
