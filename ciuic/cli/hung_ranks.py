@@ -195,8 +195,10 @@ def find_ranks(top: int) -> list[Rank]:
     """Return the process ``top`` and those below it that have a heartbeat page of their own."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
-        if name.isdigit() and (fields := processes.stat_fields(int(name))):
-            children.setdefault(int(fields[1]), []).append(int(name))
+        # With hidepid=1 those of other users are named and nothing else.
+        with suppress(PermissionError):
+            if name.isdigit() and (fields := processes.stat_fields(int(name))):
+                children.setdefault(int(fields[1]), []).append(int(name))
     below = [top]
     for pid in below:
         below += children.get(pid, ())

@@ -10,6 +10,7 @@ References:
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import faulthandler
 import fcntl
@@ -17,6 +18,7 @@ import mmap
 import os
 import signal
 import struct
+import sys
 import time
 from typing import ClassVar, Final, NamedTuple
 
@@ -45,8 +47,11 @@ _WORD: Final = struct.Struct("<Q")
 _LOSS: Final = struct.Struct("<Qd")
 PAGE_NAME: Final = "ciuic-beat"
 """Name of the memfd, as links in /proc/PID/fd show it."""
-STACKS_SIGNAL: Final = signal.SIGRTMAX - 2
-"""Signal at which a trainer appends the stacks of its threads to its page; programs and schedulers use others."""
+STACKS_SIGNAL: Final = signal.SIGRTMAX - 5
+"""Signal at which a trainer appends the stacks of its threads to its page; OpenJDK in the same process uses SIGRTMAX-2."""
+_libc = ctypes.CDLL(None)
+_ACTION_BYTES: Final = 256
+"""More than struct sigaction of any C library."""
 
 
 class Goodbye(enum.IntEnum):
@@ -98,6 +103,8 @@ class HeartbeatPage:
 
     _dumping: ClassVar[memoryview | None] = None
     """Words of the page of this process to which stacks are appended."""
+    _handler: ClassVar[int] = 0
+    """Address of the handler of faulthandler, once it was there."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create(PAGE_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -162,10 +169,12 @@ class HeartbeatPage:
         That works without the interpreter lock, and so in a trainer that hangs in a library. Does nothing where the
         program uses the signal.
         """
-        if signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL:
+        # Not signal.getsignal(), which knows nothing of a library's handler.
+        if _handler_of(_action()) not in (0, HeartbeatPage._handler):
             return
         os.lseek(self.fd, 0, os.SEEK_END)
         faulthandler.register(STACKS_SIGNAL, file=self.fd, all_threads=True)
+        HeartbeatPage._handler = _handler_of(_action())
         before, HeartbeatPage._dumping = HeartbeatPage._dumping, self._words
         # A forked child shares the pages of its parent.
         if before is not None and before[_PID] == self._pid:
@@ -194,8 +203,12 @@ class HeartbeatPage:
         fd, self.fd = self.fd, -1
         # First: the number of the descriptor may be a file's next.
         if HeartbeatPage._dumping is not None and HeartbeatPage._dumping is getattr(self, "_words", None):
+            action = _action()
             faulthandler.unregister(STACKS_SIGNAL)
             HeartbeatPage._dumping = None
+            # It puts back what was there at first, also over what the program has set since, whose next signal would end it.
+            if _handler_of(action) != HeartbeatPage._handler:
+                _set_action(action)
         if fd >= 0:
             os.close(fd)
 
@@ -207,6 +220,22 @@ class HeartbeatPage:
     def goodbye(self) -> Goodbye:
         """The end that was reported last."""
         return Goodbye(self._words[_GOODBYE])
+
+
+def _action() -> bytes:
+    """Return the struct sigaction of `STACKS_SIGNAL` in this process."""
+    action = ctypes.create_string_buffer(_ACTION_BYTES)
+    _libc.sigaction(STACKS_SIGNAL, None, action)
+    return action.raw
+
+
+def _set_action(action: bytes) -> None:
+    _libc.sigaction(STACKS_SIGNAL, action, None)
+
+
+def _handler_of(action: bytes) -> int:
+    """Return the address of the handler, the first member everywhere; 0 for the default."""
+    return int.from_bytes(action[: struct.calcsize("P")], sys.byteorder)
 
 
 def check_page(fd: int) -> None:

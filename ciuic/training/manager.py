@@ -15,6 +15,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -442,6 +443,9 @@ class SnapshotManager(TrainingSnapshots):
             for one in self._earlier():
                 one._await_durable()
         super()._await_saves()
+
+    def _busy(self) -> AbstractContextManager[None]:
+        return super()._busy() if self._is_reader else self._coordinator.heartbeat.busy()
 
     # -- end
 

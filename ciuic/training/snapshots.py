@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Final, SupportsIndex, TypeVar, overload
 
@@ -311,7 +312,8 @@ class TrainingSnapshots:
             if not (step is None and epoch is None and snapshot is None):
                 raise ValueError("load_snapshot must get tracker_run= alone, or none")
             self._await_saves()
-            return _of_tracker_run(self.save_dir, self._root, tracker_run)
+            with self._busy():
+                return _of_tracker_run(self.save_dir, self._root, tracker_run)
         if step is None and epoch is None and snapshot is None:
             newest = self.load_latest_snapshot()
             if newest is None:
@@ -322,14 +324,15 @@ class TrainingSnapshots:
         step = None if step is None else arguments.whole_number(step, "step")
         epoch = None if epoch is None else arguments.whole_number(epoch, "epoch")
         self._await_saves()
-        return loading.load_one(
-            self.save_dir,
-            lambda repository: (
-                _by_facts(repository, self._root, step=step, epoch=epoch)
-                if snapshot is None
-                else self._named(repository, snapshot)
-            ),
-        )
+        with self._busy():
+            return loading.load_one(
+                self.save_dir,
+                lambda repository: (
+                    _by_facts(repository, self._root, step=step, epoch=epoch)
+                    if snapshot is None
+                    else self._named(repository, snapshot)
+                ),
+            )
 
     def load_best(self, metric: str | None = None, mode: Mode | None = None) -> State:
         """Return the state of the snapshot whose metric is best, as the rule `Best` understands it.
@@ -350,7 +353,8 @@ class TrainingSnapshots:
         """
         rule = _best_rule(self._best_rules, metric, mode)
         self._await_saves()
-        return loading.load_one(self.save_dir, lambda repository: _best(repository, self._root, rule))
+        with self._busy():
+            return loading.load_one(self.save_dir, lambda repository: _best(repository, self._root, rule))
 
     def list_snapshots(self) -> SnapshotTable:
         """Return the snapshots of this training, newest first, as a list that prints as a table, also in notebooks.
@@ -384,7 +388,7 @@ class TrainingSnapshots:
             Damaged: Something is not as it was saved.
             CiuicError: NumPy is not installed.
         """
-        with Repository.open(self.save_dir) as repository:
+        with self._busy(), Repository.open(self.save_dir) as repository:
             return diff_states(
                 repository, self._named(repository, old), self._named(repository, new), whole=whole
             )
@@ -428,16 +432,21 @@ class TrainingSnapshots:
             DestinationExists: There is something at ``path`` that may not be replaced.
         """
         self._await_saves()
-        return exporting.export(
-            self.save_dir,
-            Path(path),
-            to,
-            root=self._root,
-            snapshot=None if snapshot is None else self._id_of(snapshot),
-            only=only,
-            ranks=ranks,
-            overwrite=overwrite,
-        )
+        with self._busy():
+            return exporting.export(
+                self.save_dir,
+                Path(path),
+                to,
+                root=self._root,
+                snapshot=None if snapshot is None else self._id_of(snapshot),
+                only=only,
+                ranks=ranks,
+                overwrite=overwrite,
+            )
+
+    def _busy(self) -> AbstractContextManager[None]:
+        """Return a context in which a manager records that there are no steps."""
+        return nullcontext()
 
     def _await_saves(self) -> None:
         """Wait until what this process saved before can be loaded: what is loaded is never older than the last save."""

@@ -33,10 +33,10 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from ciuic.errors import Damaged
 from ciuic.remote.documents import LiveManifest
 from ciuic.remote.object_names import parse_manifest
 from ciuic.remote.reading.opening import are_newest_gone
-from ciuic.repository import log as events
 from ciuic.structs import decode_json
 from ciuic.system.disk import Disk, read_regular
 
@@ -139,7 +139,7 @@ class _Memory(msgspec.Struct, kw_only=True):
     held: set[str] = set()
     """Manifests that are held until a person approves."""
     given_up: set[str] = set()
-    """Manifests that a person gave up on this host."""
+    """Manifests that a person gave up or approved on this host."""
 
 
 class Brake:
@@ -180,18 +180,21 @@ class Brake:
             gone: Snapshots that were given up, by manifest, which are all stored.
         """
         self._stored = frozenset(stored)
-        known = len(self._memory.held)
+        known = len(self._memory.held), len(self._memory.given_up)
         held: dict[str, LiveManifest] = {}
         self.held = ()
         for repository, names in _by_repository(gone).items():
-            hosts = sorted({label.host for name in names if (label := parse_manifest(name))})
-            # A person's own are no loss, and no sign of one.
+            hosts = {name: label.host for name in names if (label := parse_manifest(name))}
+            # By each one's own host: anybody may store one in this repository that names a host which is approved.
+            met = {name: self._approved.intersection((repository, host)) for name, host in hosts.items()}
+            approved = {name for name, by in met.items() if by}
+            self.met.update(*met.values())
+            self._memory.held -= approved
+            # A person's own are no loss, and no sign of one; also at later collections, if they are too young for this one.
+            self._memory.given_up |= approved
             others = set(names) - self._memory.given_up
-            if met := self._approved.intersection((repository, *hosts)):
-                self.met |= met
-                self._memory.held -= set(names)
+            if approved and not others:
                 self._sudden.add(repository)
-                others = set()
             lives = [
                 stored[name] for name, one in live.items() if one.repository == repository and name in stored
             ]
@@ -201,11 +204,12 @@ class Brake:
                 self._sudden.add(repository)
             if kept := self._memory.held.intersection(others):
                 held |= {name: gone[name] for name in kept}
-                self.held += (HeldRepository(repository, tuple(hosts), len(kept)),)
+                self.held += (HeldRepository(repository, tuple(sorted(set(hosts.values()))), len(kept)),)
         left_out = {*held, *self._memory.given_up}
         self._see(now_ns, stored, live, {name: one for name, one in gone.items() if name not in left_out})
-        if len(self._memory.held) > known:
+        if known != (len(self._memory.held), len(self._memory.given_up)):
             # Before anything is deleted: an interrupted collection has noticed it, too.
+            self._memory.given_up |= self._load().given_up
             self._save()
         return held
 
@@ -222,8 +226,10 @@ class Brake:
                 [stored[name] for name in lives.get(repository, ()) if name in stored],
                 [stored[name] for name in gones.get(repository, ())],
             )
-            levels = self._memory.levels.get(repository, ())
-            self._seen[repository] = level_of(now_ns, times, levels)
+            # A log may name any number of repositories of which nothing is stored.
+            if times.live or times.gone:
+                levels = self._memory.levels.get(repository, ())
+                self._seen[repository] = level_of(now_ns, times, levels)
 
     def note(self) -> None:
         """Remember what is live now, for later collections; what was sudden is compared with that alone."""
@@ -242,6 +248,8 @@ class Brake:
 
     def give_up(self, manifests: Iterable[str]) -> None:
         """Remember that a person gives these up on this host."""
+        # A collection may have held something since this was read.
+        self._memory = self._load()
         self._memory.given_up.update(manifests)
         self._save()
 
@@ -251,8 +259,10 @@ class Brake:
         except FileNotFoundError:
             return _Memory()
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            events.warning("remote_levels_unreadable", path=str(self._path), error=str(error))
-            return _Memory()
+            raise Damaged(
+                f"{self._path}, which says what collections of this host hold, cannot be read: {error}",
+                hint="look with `ciuic list --all-claims` for what was given up at once; then delete the file",
+            ) from None
 
     def _save(self) -> None:
         if not self._is_preview:

@@ -791,7 +791,9 @@ class Collector:
         # A forged round has none: a writer that does not know it may rely on its packs at any time.
         self._fence_logs(round_)
         begun = read_round(self._objects, self._sealer, round_, "begun")
-        live = self._list_and_mark()
+        info = self._objects.info(round_name(round_))
+        # Who decided saw the manifests that stood when the round began; the writers of later ones know the round, or meet its fence.
+        live = self._list_and_mark(young_before=0 if info is None else info.modified_ns)
         packs = {
             number for ref in decision.condemned if (number := self._index.number(PackRef(ref))) is not None
         }
@@ -801,11 +803,18 @@ class Collector:
             or any(all(copy.pack in packs for copy in copies) for _, copies in live_groups(self._index, live))
         ):
             return
+        held = () if self._brake is None else self._brake.held
+        approval = " ".join(f"--approve {one.repository}" for one in held)
         raise DamagedRemote(
             round_name(round_, "final"),
             "this decision of a collection deletes what snapshots need, or what was given up at once and is held; nothing was deleted",
-            hint="if nobody has approved that elsewhere, somebody with the key of a host has made it up: withdraw that key, see that "
-            "no other collection runs, delete this object in the store, and collect again",
+            hint=(
+                f"if a person approved that in another run: ciuic prune --remote {approval}; if nobody did, "
+                if approval
+                else ""
+            )
+            + "somebody with the key of a host has made it up: withdraw that key, see that no other collection runs, "
+            "delete this object in the store, and collect again",
         )
 
     def _end_replaced(self, round_: int, content: StoredRound) -> None:
@@ -1035,13 +1044,13 @@ class Collector:
             hint=_ELSEWHERE_HINT,
         )
 
-    def _list_and_mark(self) -> LiveChunks:
-        """Read logs and packs as they are now, and return what snapshots refer to, bases included."""
+    def _list_and_mark(self, young_before: int | None = None) -> LiveChunks:
+        """Read logs and packs as they are now, and return what snapshots refer to, bases included; arguments as of `_mark_all`."""
         while True:
             self._list()
             snapshots = self._reader.live()
             try:
-                live = self._mark_all(snapshots)
+                live = self._mark_all(snapshots, young_before)
             except (Damaged, NotFound):
                 # A snapshot that was removed since may have been collected by another; any other is damaged.
                 self._reader.refresh()
@@ -1061,14 +1070,21 @@ class Collector:
             known += len(self._index.has_many(some))
         return known >= len(live)
 
-    def _mark_all(self, snapshots: Mapping[str, LiveManifest]) -> LiveChunks:
+    def _mark_all(self, snapshots: Mapping[str, LiveManifest], young_before: int | None) -> LiveChunks:
         """Return what snapshots refer to, and manifests that are held or about to be committed as far as it is there.
 
         The writer of the latter may be killed and its host lost. A repair, which cannot tell this from a log that was cut, commits
-        them then.
+        them then. Those that were stored at the store's time ``young_before`` or later are left out.
         """
         young = dict(self._held)
+        later = {
+            info.name
+            for info in self._stored
+            if young_before is not None and info.modified_ns >= young_before
+        }
         for one in self._young:
+            if one.name in later:
+                continue
             with suppress(*_UNREADABLE):
                 stored = decode_any_snapshot(one.manifest.snapshot)
                 young[one.name] = LiveManifest(

@@ -329,6 +329,22 @@ def _stacks(rank: Rank) -> bytes:
     )
 
 
+def test_ranks_are_found_beside_processes_that_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of others, of which a /proc with hidepid=1 shows the numbers alone, keep no rank from being found."""
+    stat_fields = processes.stat_fields
+
+    def fields(pid: int) -> list[str]:
+        if pid == 1:
+            raise PermissionError
+        return stat_fields(pid)
+
+    monkeypatch.setattr(processes, "stat_fields", fields)
+    page = HeartbeatPage()
+    (rank,) = (one for one in find_ranks(os.getpid()) if one.pid == os.getpid())
+    rank.close()
+    page.close()
+
+
 def test_stacks_of_a_rank_are_read_and_it_goes_on() -> None:
     """The stacks of a rank in a system call are had by a signal, again each time, and it does not notice."""
     with _rank_process("stacks") as process:

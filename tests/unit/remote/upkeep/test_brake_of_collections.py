@@ -4,28 +4,45 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.remote_host import RemoteHost, new_remote, reading
 from support.restoring import write
 
+from ciuic.errors import Damaged
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access import Remote
-from ciuic.remote.documents import LogFence, LogRemove, LogState, StoredRound, create_round, read_entry
+from ciuic.remote.documents import (
+    LiveManifest,
+    LogFence,
+    LogRemove,
+    LogState,
+    StoredRound,
+    create_round,
+    decode_manifest,
+    encode_manifest,
+    read_entry,
+)
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.log_reader import LogReader
 from ciuic.remote.object_names import (
     MANIFESTS_PREFIX,
     PACKS_PREFIX,
+    RoundPart,
     log_entry_name,
+    manifest_name,
     new_hex_id,
     parse_pack,
     round_name,
 )
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
-from ciuic.remote.objects.model import ObjectInfo
+from ciuic.remote.objects.model import ObjectInfo, Objects
+from ciuic.remote.sealing.sealer import Sealer
+from ciuic.remote.upkeep import collection_round
+from ciuic.remote.upkeep.brake import Brake
 from ciuic.remote.upkeep.check import mend_rounds
 from ciuic.remote.upkeep.collect import (
     CollectedSpace,
@@ -36,7 +53,7 @@ from ciuic.remote.upkeep.collect import (
 )
 from ciuic.remote.upkeep.collection_round import CollectionPolicy
 from ciuic.remote.writer_log import append_to_log
-from ciuic.types import order_of
+from ciuic.types import SnapshotId, order_of
 
 AT_ONCE = CollectionPolicy(young_ns=0, repack_share=0.6)
 
@@ -170,6 +187,40 @@ def test_a_collector_that_saw_the_snapshots_notices_what_a_new_one_cannot(
     assert (len(space.manifests), space.held) == (7, ())
 
 
+def manifests_of(repository: str, count: int) -> dict[str, LiveManifest]:
+    names = [manifest_name(job="j", epoch=0, step=0, host="h", random=f"{at:032x}") for at in range(count)]
+    return {name: LiveManifest(repository, SnapshotId(f"cs-{name[-8:]}"), name, "0" * 64) for name in names}
+
+
+def test_snapshots_that_are_not_stored_take_no_place_in_the_memory(tmp_path: Path) -> None:
+    """Repositories that a log names without a manifest in the store do not fill up what a collector remembers."""
+    live = manifests_of("a" * 32, 1000)
+    brake = Brake(tmp_path / "levels")
+    brake.hold(
+        2**60,
+        {},
+        {name: msgspec.structs.replace(one, repository=name[-32:]) for name, one in live.items()},
+        {},
+    )
+    brake.note()
+    assert (tmp_path / "levels").stat().st_size < 1000
+
+
+def test_a_person_gives_up_beside_a_collection(tmp_path: Path) -> None:
+    """What a person gives up while a collection runs is remembered beside what that holds, whichever is written last."""
+    manifests = manifests_of("a" * 32, 8)
+    times = dict.fromkeys(manifests, 2**60)
+    forgotten, *others = manifests
+    person, collection = Brake(tmp_path / "levels"), Brake(tmp_path / "levels")
+    assert collection.hold(2**60, times, {}, manifests) == manifests
+    person.give_up([forgotten])
+    again = Brake(tmp_path / "levels")
+    assert again.hold(2**60, times, {}, manifests).keys() == set(others)
+    person.give_up(others[:1])
+    again.note()
+    assert Brake(tmp_path / "levels").hold(2**60, times, {}, manifests).keys() == set(others[1:])
+
+
 def test_a_sum_that_leaves_commits_out_is_no_way_round(
     objects: AgedObjects, remote: Remote, tmp_path: Path
 ) -> None:
@@ -221,6 +272,100 @@ def test_a_forged_round_takes_nothing_that_is_needed_or_held(
         assert verify_snapshots(opened.repositories[0], checksum=True).damages == []
 
 
+class Killed(BaseException):
+    """Death of a collector."""
+
+
+def killed_when_decided(
+    monkeypatch: pytest.MonkeyPatch, collect: Callable[[], object], before: Callable[[], None] = lambda: None
+) -> None:
+    """Kill a collector when its decision stands; ``before`` is called before that."""
+
+    def decide(
+        objects: Objects, sealer: Sealer, round_: int, part: RoundPart, content: StoredRound
+    ) -> StoredRound:
+        if part != "final":
+            return create_round(objects, sealer, round_, part, content)
+        before()
+        create_round(objects, sealer, round_, part, content)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(collection_round, "create_round", decide)
+        with pytest.raises(Killed):
+            collect()
+
+
+def test_a_decision_is_carried_out_beside_a_manifest_that_came_after_it(
+    objects: AgedObjects, remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer that dies before it has committed what it relied on does not keep the round of a dead collector from being ended."""
+    host = uploaded(tmp_path / "h1", remote, 2)
+    with reading(remote, tmp_path / "cache") as opened:
+        given_up = opened.snapshots.entries[SnapshotId(ids(host)[1])].live.manifest
+        give_up_snapshots(opened, [SnapshotId(ids(host)[1])], host="operator")
+    objects.aged_ns = dict.fromkeys(stored(remote), 48 * HOUR_NS)
+
+    def store_manifest() -> None:
+        late = manifest_name(job="j", epoch=0, step=0, host="h1", random=new_hex_id())
+        content = decode_manifest(remote.sealer, given_up, objects.get(given_up))
+        objects.put(late, [encode_manifest(remote.sealer, late, content)])
+
+    def collect_old(cache: str) -> CollectedSpace:
+        with reading(remote, tmp_path / cache) as opened:
+            (space,) = collect_remote(opened, host="operator")
+        return space
+
+    killed_when_decided(monkeypatch, lambda: collect_old("cache"), store_manifest)
+    space = collect_old("other cache")
+    assert space.packs
+    assert space.manifests == (given_up,)
+
+
+def test_an_approved_decision_is_carried_out_when_it_is_approved_again(
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a collector that died after its approved decision the next one says what to do, and does it."""
+    host = uploaded(tmp_path / "h1", remote, 4)
+    attack(remote)
+    repository = host.repository.id
+    killed_when_decided(monkeypatch, lambda: collect(remote, tmp_path / "cache", repository))
+    with pytest.raises(DamagedRemote) as refused:
+        collect(remote, tmp_path / "other cache")
+    assert f"--approve {repository}" in refused.value.hint
+    assert len(collect(remote, tmp_path / "other cache", repository).manifests) == 4
+
+
+def test_an_approval_is_remembered_until_what_it_is_for_is_deleted(
+    objects: AgedObjects, remote: Remote, tmp_path: Path
+) -> None:
+    """What was approved while it was too young to be deleted goes at a later collection, without another word."""
+    host = uploaded(tmp_path / "h1", remote, 4)
+    attack(remote)
+
+    def collect_old(*approved: str) -> CollectedSpace:
+        with reading(remote, tmp_path / "cache") as opened:
+            (space,) = collect_remote(opened, host="operator", approved=approved)
+        return space
+
+    first = collect_old(host.repository.id)
+    assert (first.manifests, first.held, first.approved) == ((), (), (host.repository.id,))
+    objects.aged_ns = dict.fromkeys(stored(remote), 48 * HOUR_NS)
+    later = collect_old()
+    assert (len(later.manifests), later.held) == (4, ())
+
+
+def test_an_approved_host_takes_no_snapshots_of_others_along(tmp_path: Path) -> None:
+    """A manifest that somebody has stored under the name of an approved host lets nothing else of its repository go."""
+    manifests = manifests_of("a" * 32, 8)
+    planted = manifest_name(job="j", epoch=0, step=0, host="retired", random="f" * 32)
+    forged = {planted: LiveManifest("a" * 32, SnapshotId("cs-ffffffff"), planted, "0" * 64)}
+    times = dict.fromkeys([*manifests, planted], 2**60)
+    brake = Brake(tmp_path / "levels", approved=["retired"])
+    assert brake.hold(2**60, times, {}, manifests | forged) == manifests
+    assert brake.met == {"retired"}
+
+
 @pytest.mark.parametrize("round_", [0, 10**9])
 def test_a_fence_that_stood_before_the_round_counts_for_nothing(
     remote: Remote, tmp_path: Path, round_: int
@@ -264,3 +409,16 @@ def test_a_repair_carries_out_no_decision(remote: Remote, tmp_path: Path, done: 
     with pytest.raises(DamagedRemote, match="deletes what snapshots need"):
         collect(remote, tmp_path / "cache")
     assert before <= stored(remote)
+
+
+def test_an_unreadable_memory_stops_collections(remote: Remote, tmp_path: Path) -> None:
+    """What is held is not known without it: nothing is deleted until a person has looked."""
+    uploaded(tmp_path / "h1", remote, 4)
+    attack(remote)
+    assert collect(remote, tmp_path / "cache").held
+    (levels,) = (tmp_path / "cache").rglob("levels")
+    levels.write_bytes(b"junk")
+    before = stored(remote)
+    with pytest.raises(Damaged, match="what collections of this host hold"):
+        collect(remote, tmp_path / "cache")
+    assert stored(remote) == before

@@ -14,7 +14,9 @@ from support.served_sockets import RegistrationListener
 from support.tiny_training import Model, Optimizer
 
 from ciuic import SnapshotManager
+from ciuic.errors import CiuicError
 from ciuic.protocol.heartbeat_page import Goodbye, HeartbeatReading, read_losses, read_page
+from ciuic.repository import Repository
 from ciuic.training import ManagerOptions
 from ciuic.training.save_pipeline import SavePipeline
 from ciuic.training.writer.heartbeat import TrainerHeartbeat
@@ -56,8 +58,9 @@ def test_page_says_when_a_save_or_a_restore_is_under_way(
     manager.register(model=model)
     seen = []
 
-    def busy() -> None:
+    def busy() -> bool:
         seen.append(reading_of(manager._coordinator.heartbeat).busy)
+        return seen[-1]
 
     client = manager._coordinator.pipeline.client
     reserve, listen, load = client.reserve, client.listen, model.load_state_dict
@@ -71,6 +74,66 @@ def test_page_says_when_a_save_or_a_restore_is_under_way(
     busy()
     assert not seen[-1]
     manager.close()
+
+
+def test_page_says_when_a_state_is_loaded_by_name_compared_or_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page says so whichever way the program asks for a state that was saved: all of them may take longer than a step."""
+    seen = []
+    with SnapshotManager(tmp_path) as manager:
+        manager.save_snapshot(table={"a": 1}, step=1, wait=True)
+        opened = Repository.open
+
+        def opening(*args: object, **kwargs: object) -> Repository:
+            seen.append(reading_of(manager._coordinator.heartbeat).busy)
+            return opened(*args, **kwargs)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(Repository, "open", opening)
+        for look in (
+            lambda: manager.load_snapshot(step=1),
+            manager.load_best,
+            lambda: manager.diff("latest", "latest"),
+            lambda: manager.export(tmp_path / "out.npz", to="npz"),
+        ):
+            seen.clear()
+            # What they find is not the matter here.
+            with suppress(CiuicError):
+                look()
+            assert seen
+            assert all(seen)
+        assert not reading_of(manager._coordinator.heartbeat).busy
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_signal_that_a_library_uses_stays_its_own(when: str) -> None:
+    """A handler that a library of the process installs is called before and after the page is closed, whichever came first."""
+    program = """
+import ctypes, signal, sys
+from ciuic.protocol.heartbeat_page import STACKS_SIGNAL, HeartbeatPage, read_page
+def install():
+    signal_ = ctypes.CDLL(None).signal
+    signal_.restype, signal_.argtypes = ctypes.c_void_p, (ctypes.c_int, type(handler))
+    signal_(STACKS_SIGNAL, handler)
+seen = []
+handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(seen.append)
+if sys.argv[1] == "before":
+    install()
+page = HeartbeatPage()
+page.append_stacks_at_signal()
+print(read_page(page.fd).dumps)
+if sys.argv[1] == "after":
+    install()
+signal.raise_signal(STACKS_SIGNAL)
+page.close()
+signal.raise_signal(STACKS_SIGNAL)
+print(len(seen))
+# Closed by the end of the interpreter.
+left = HeartbeatPage()
+left.append_stacks_at_signal()
+"""
+    done = subprocess.run((sys.executable, "-c", program, when), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, [str(when == "after"), "2"], "")
 
 
 def test_evaluation_is_a_beat_after_the_first_step(tmp_path: Path) -> None:
