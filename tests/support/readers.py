@@ -438,6 +438,7 @@ class _StubCore:
             "create": (attr, 3), "tmpfile": (attr, 3), "descriptor": self._fd, "open": 3, "opendir": 4, "dot": 1,
             "readlink": b"target", "read": b"data", "read_nowait": None, "write": 1, "lseek": 0, "copy_file_range": 0,
             "listxattr": [b"user.a"], "getxattr": b"v", "statfs": os.fstatvfs(self._fd), "readdir": [(b"n", attr, 1)],
+            "list_names": [(b"n", 1, 0o100644, 1)],
             "kill_setgid": None, "remember": None, "forget": None, "release": None, "releasedir": None, "flush": None,
         }  # fmt: skip
         return lambda *arguments, **more: answers.get(name, attr)

@@ -147,7 +147,8 @@ def numpy_dtype(name: str) -> Any:
     """
     import numpy
 
-    with suppress(TypeError):
+    # SyntaxError: NumPy evaluates what stands between commas.
+    with suppress(TypeError, SyntaxError):
         return numpy.dtype(name)
     try:
         import ml_dtypes  # type: ignore[import-not-found, unused-ignore]
