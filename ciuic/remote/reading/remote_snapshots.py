@@ -44,9 +44,6 @@ from ciuic.types import Snapshot, SnapshotId, order_of
 class MissingManifest(DamagedSnapshot):
     """A log commits the snapshot, and its manifest is not there."""
 
-    def __init__(self, live: LiveManifest) -> None:
-        super().__init__(live.snapshot, f"its manifest {live.manifest} is missing in the remote")
-
 
 class Manifests:
     """Manifests of one space of a remote. May be used from several threads."""
@@ -129,7 +126,9 @@ class Manifests:
         try:
             return read_document(self._space.objects, live.manifest, lambda data: _committed(live, data))
         except NoSuchObject:
-            raise MissingManifest(live) from None
+            raise MissingManifest(
+                live.snapshot, f"its manifest {live.manifest} is missing in the remote"
+            ) from None
         except DamagedRemote as error:
             raise DamagedSnapshot(live.snapshot, error.message) from None
 
