@@ -1071,12 +1071,14 @@ class Collector:
         return known >= len(live)
 
     def _mark_all(self, snapshots: Mapping[str, LiveManifest], young_before: int | None) -> LiveChunks:
-        """Return what snapshots refer to, and manifests that are held or about to be committed as far as it is there.
+        """Return what live and held snapshots refer to, and as far as it is there what manifests do that are about to be committed.
 
         The writer of the latter may be killed and its host lost. A repair, which cannot tell this from a log that was cut, commits
         them then. Those that were stored at the store's time ``young_before`` or later are left out.
         """
-        young = dict(self._held)
+        # As damage of a live one: nothing is deleted that belongs to a held snapshot because a part of it cannot be read.
+        snapshots = {**self._held, **snapshots}
+        young: dict[str, LiveManifest] = {}
         later = {
             info.name
             for info in self._stored

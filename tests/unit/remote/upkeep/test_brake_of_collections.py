@@ -12,7 +12,7 @@ import pytest
 from support.remote_host import RemoteHost, new_remote, reading
 from support.restoring import write
 
-from ciuic.errors import Damaged
+from ciuic.errors import Damaged, NotFound
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.remote.access import Remote
 from ciuic.remote.documents import (
@@ -422,3 +422,17 @@ def test_an_unreadable_memory_stops_collections(remote: Remote, tmp_path: Path) 
     with pytest.raises(Damaged, match="what collections of this host hold"):
         collect(remote, tmp_path / "cache")
     assert stored(remote) == before
+
+
+def test_a_held_snapshot_that_cannot_be_read_stops_collections(remote: Remote, tmp_path: Path) -> None:
+    """What belongs to it is not deleted because a part of it is damaged; an approval lets it go."""
+    host = uploaded(tmp_path / "h1", remote, 4)
+    damaged = stored(remote, f"{PACKS_PREFIX}meta/")
+    attack(remote, *ids(uploaded(tmp_path / "h2", remote, 1)))
+    for name in damaged:
+        remote.objects.put(name, [b"junk"])
+    before = stored(remote)
+    with pytest.raises((Damaged, NotFound)):
+        collect(remote, tmp_path / "cache")
+    assert before <= stored(remote)
+    assert collect(remote, tmp_path / "cache", host.repository.id).manifests
