@@ -1,4 +1,4 @@
-"""What is made when a wheel is built: its version, from the tags of the history, and its manual pages, from docs/cli.md.
+"""Build hooks of the wheel: its version, from the tags of the history, and its manual pages, from docs/cli.md.
 
 ``python .ci/build.py`` prints the version of the checkout. It is written here and not by setuptools-scm because no two contents may
 share a name, which takes more than a tag: that looks neither at untracked files, which are built in, nor at what was changed.

@@ -133,7 +133,7 @@ class HeartbeatPage:
 
     @property
     def has_beaten(self) -> bool:
-        """Whether there was a beat."""
+        """True after the first beat."""
         return bool(self._words[_BEATS])
 
     def report_loss(self, step: int, loss: float) -> None:

@@ -54,15 +54,17 @@ class Tag(Text):
         return tag
 
 
-def _remember(field: str) -> Callable[[click.Context, click.Parameter, Any], None]:
-    """A callback that keeps a path option in the session, made absolute, if it was given here."""
+def _remember(
+    field: str, made: Callable[[Any], Any] = lambda value: value
+) -> Callable[[click.Context, click.Parameter, Any], None]:
+    """Return a callback that keeps in the session what ``made`` returns for an option, if it was given here."""
 
     def keep(context: click.Context, _: click.Parameter, value: Any) -> None:
         session = context.find_object(Session)
         # The option stands in two places, and its callback runs for both: what was not given here must not
         # take back what was given there.
-        if value is not None and session is not None:
-            setattr(session, field, _absolute_path(value))
+        if value not in (None, False) and session is not None:
+            setattr(session, field, made(value))
 
     return keep
 
@@ -82,36 +84,6 @@ def _remember_place(context: click.Context, _: click.Parameter, value: str | Non
     is_url = URL_MARK in value
     session.remote_option = value if is_url else None
     session.repo_option = None if is_url else _absolute_path(value)
-
-
-def _remember_host(context: click.Context, _: click.Parameter, value: str | None) -> None:
-    session = context.find_object(Session)
-    if value is not None and session is not None:
-        session.as_host = value
-
-
-def _remember_deletions(context: click.Context, _: click.Parameter, given: bool) -> None:
-    session = context.find_object(Session)
-    if given and session is not None:
-        session.behind_deletions = True
-
-
-def _remember_claims(context: click.Context, _: click.Parameter, given: bool) -> None:
-    session = context.find_object(Session)
-    if given and session is not None:
-        session.all_claims = True
-
-
-def _remember_time(context: click.Context, _: click.Parameter, value: str | None) -> None:
-    session = context.find_object(Session)
-    if value is not None and session is not None:
-        session.stored_before = value
-
-
-def _trusting(context: click.Context, _: click.Parameter, trusted: bool) -> None:
-    session = context.find_object(Session)
-    if trusted and session is not None:
-        session.trust_option = True
 
 
 def _louder(context: click.Context, _: click.Parameter, count: int) -> None:
@@ -139,7 +111,7 @@ def _global_params(*, hidden: bool) -> list[click.Option]:
             expose_value=False,
             hidden=hidden,
             metavar="FILE",
-            callback=_remember("config_option"),
+            callback=_remember("config_option", _absolute_path),
             help="Configuration file (CIUIC_CONFIG).",
         ),
         click.Option(
@@ -156,7 +128,7 @@ def _global_params(*, hidden: bool) -> list[click.Option]:
             expose_value=False,
             hidden=True,
             metavar="NAME",
-            callback=_remember_host,
+            callback=_remember("as_host"),
             help="Of a remote, only the snapshots of this host.",
         ),
         click.Option(
@@ -164,7 +136,7 @@ def _global_params(*, hidden: bool) -> list[click.Option]:
             is_flag=True,
             expose_value=False,
             hidden=True,
-            callback=_remember_deletions,
+            callback=_remember("behind_deletions"),
             help="Of a remote in a bucket with versions, also what was deleted or overwritten.",
         ),
         click.Option(
@@ -172,7 +144,7 @@ def _global_params(*, hidden: bool) -> list[click.Option]:
             is_flag=True,
             expose_value=False,
             hidden=True,
-            callback=_remember_claims,
+            callback=_remember("all_claims"),
             help="Of a remote, also the snapshots that were given up, as far as no collection has deleted them.",
         ),
         click.Option(
@@ -180,7 +152,7 @@ def _global_params(*, hidden: bool) -> list[click.Option]:
             expose_value=False,
             hidden=True,
             metavar="TIME",
-            callback=_remember_time,
+            callback=_remember("stored_before"),
             help="The same, without what was stored at this time or later.",
         ),
         click.Option(
@@ -188,7 +160,7 @@ def _global_params(*, hidden: bool) -> list[click.Option]:
             is_flag=True,
             expose_value=False,
             hidden=True,
-            callback=_trusting,
+            callback=_remember("trust_option"),
             help="Write into the repository although another user owns it.",
         ),
         click.Option(

@@ -68,9 +68,9 @@ class Times(NamedTuple):
     """Store's times of the manifests of a repository."""
 
     live: Collection[int]
-    """Of its live snapshots."""
+    """Times of its live snapshots."""
     gone: Collection[int]
-    """Of those that were given up and are still stored."""
+    """Times of its given-up snapshots that are still stored."""
 
 
 def level_of(now_ns: int, times: Times, levels: Iterable[Level] = ()) -> Level:
@@ -132,10 +132,10 @@ class HeldRepository(NamedTuple):
 
 
 class _Memory(msgspec.Struct, kw_only=True):
-    """What a collector's host remembers of a space."""
+    """State that a collector's host keeps for a space."""
 
     levels: dict[str, list[Level]] = {}
-    """By repository; of each day the highest."""
+    """Levels by repository, the highest of each day."""
     held: set[str] = set()
     """Manifests that are held until a person approves."""
     given_up: set[str] = set()
@@ -160,7 +160,7 @@ class Brake:
         self._sudden: set[str] = set()
         self._stored: frozenset[str] = frozenset()
         self.held: tuple[HeldRepository, ...] = ()
-        """What is held, as of the last `hold`."""
+        """Held repositories, as of the last `hold`."""
         self.met: set[str] = set()
         """Those of the approvals by which something may go."""
 

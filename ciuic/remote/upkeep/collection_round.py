@@ -945,7 +945,7 @@ class Collector:
     def _fence_logs(self, round_: int) -> None:
         """Put a fence into every log that is there after the round began.
 
-        Those that stand there count for nothing: whoever has the key of a host can have put them there before it began.
+        Existing fences are ignored: anybody with the key of a host can have created them before the round began.
         """
         fenced: set[str] = set()
         self._reader.refresh()

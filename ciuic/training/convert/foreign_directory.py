@@ -165,7 +165,7 @@ def _named(path: Path) -> IO[bytes]:
 
 
 class _Version(NamedTuple):
-    """What tells the content of a file from that of another moment, as far as its writers set the time as the kernel does."""
+    """Identity of a file's content at one moment, as far as its writers set the time as the kernel does."""
 
     device: int
     inode: int

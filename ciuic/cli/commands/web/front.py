@@ -123,7 +123,7 @@ class Asked(NamedTuple):
     fields: dict[str, str]
     """Fields of the query or the form; bytes that are not UTF-8 are surrogates."""
     actions: Sequence[Progress] = ()
-    """What runs, and restores that ended not long ago, newest first."""
+    """Running actions, and restores that ended within the last hour, newest first."""
 
     def get(self, name: str) -> str:
         """Return a field as it was; empty if it is missing.

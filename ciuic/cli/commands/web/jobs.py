@@ -162,7 +162,7 @@ class FoundRows(msgspec.Struct, kw_only=True, frozen=True):
     count: int
     """Number of all."""
     damage: tuple[str, ...] = ()
-    """What could not be read."""
+    """Sentences about parts that could not be read."""
 
 
 class NumberSeries(msgspec.Struct, kw_only=True, frozen=True):
