@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from support.second_user import _BECOME, User
 
 IMPORTS = """
-import array, encodings.idna, os, socket, struct, sys, time
+import array, encodings.idna, os, socket, struct, sys, threading, time
 from pathlib import Path
 from ciuic.protocol import pairing
 from ciuic.errors import CiuicError
@@ -52,7 +52,8 @@ except BlockingIOError:
 callers = [connected(path) for path in sys.argv[1:]]
 sent = [send_descriptors(caller, b"x", [sender.fileno()], 2) for caller in callers]
 if any(sent):
-    os.close(sender.detach())  # theirs is the last one now
+    # Theirs is the last one now, unless they have closed it already: then this close is what lingers.
+    threading.Thread(target=os.close, args=(sender.detach(),), daemon=True).start()
 print("ready", flush=True)
 sys.stdin.read()
 """
