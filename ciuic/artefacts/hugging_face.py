@@ -8,6 +8,11 @@ References:
     https://huggingface.co/docs/safetensors (format)
     https://huggingface.co/docs/hub/model-cards (metadata of a card)
     transformers/modeling_utils.py (names of shards, index)
+
+A folder of files as an artefact: brought up to date with what a form wants to have in it, by the manifest in it.
+
+Guarantees: on return everything is durable. The manifest names every file before it is written, so that an interrupted export is completed by the next
+one, and says of none that it is written before it is.
 """
 
 from __future__ import annotations
@@ -17,14 +22,13 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ciuic.artefacts.folder import OWN_NAMES, ExportFolder, Manifest, Updated
+from ciuic.artefacts.folder import MANIFEST, OWN_NAMES, ExportFolder, Manifest, Updated, Written
 from ciuic.artefacts.git import is_obeyed
-from ciuic.artefacts.plain_folder import Item, bring_up_to_date
 from ciuic.artefacts.snapshot_files import ExportedFile, LeftOut, SnapshotFiles
 from ciuic.errors import Damaged, UsageError
 from ciuic.printable import one_line
@@ -34,6 +38,81 @@ from ciuic.training.format.shards import by_bare_name
 from ciuic.training.stored_tensors import BlockReader
 from ciuic.training.tensor_files import FileTensors
 from ciuic.types import Snapshot
+
+_NOT_YET = Written("", "none:" + "0" * 32, 0)
+
+
+class Item(NamedTuple):
+    """A file of the artefact."""
+
+    identity: str
+    """Id of what it is made from, and how."""
+    mtime_ns: int
+    pieces: Callable[[], Iterator[bytes]]
+    """Function that reads or makes its content."""
+    is_executable: bool = False
+
+
+def bring_up_to_date(
+    folder: ExportFolder, items: Mapping[bytes, Item], facts: Manifest, *, overwrite: bool
+) -> Updated:
+    """Write what has changed, remove what is gone, durably on return.
+
+    Args:
+        folder: The folder.
+        items: What it is to have, by relative name.
+        facts: Manifest without files.
+        overwrite: Whether to replace files that no export has written.
+
+    Raises:
+        DestinationExists: such a file is there.
+    """
+    before = Manifest.decode(folder.read(MANIFEST) or b"")
+    own = (MANIFEST,) if before.files else ()
+    folder.refuse_foreign((*items, MANIFEST), (*before.files, *own), overwrite=overwrite)
+    done: dict[bytes, Written] = {}
+    for name, item in items.items():
+        old = before.files.get(name, _NOT_YET)
+        if old.identity == item.identity and folder.has(
+            name, old.size_bytes, item.mtime_ns, is_executable=item.is_executable
+        ):
+            done[name] = old
+    folder.begin()
+    gone = before.files.keys() - items.keys()
+    if gone or len(done) < len(items):
+        names = {**dict.fromkeys((*before.files, *items), _NOT_YET), **done}
+        folder.write(MANIFEST, (facts._replace(snapshot="", files=names).encode(),))
+        folder.sync()
+    # First: a directory may be where a file was, and a file where a directory was.
+    for name in sorted(gone):
+        folder.remove(name)
+    kept = sum(one.size_bytes for one in done.values())
+    for name, item in items.items():
+        if name not in done:
+            done[name] = _write(folder, name, item)
+    folder.sync()
+    manifest = facts._replace(files=done).encode()
+    if folder.read(MANIFEST) != manifest:
+        folder.write(MANIFEST, (manifest,))
+        folder.sync()
+    size_bytes = sum(one.size_bytes for one in done.values())
+    return Updated(len(done), size_bytes, size_bytes - kept, len(gone))
+
+
+def _write(folder: ExportFolder, name: bytes, item: Item) -> Written:
+    hashed = hashlib.sha256()
+    size_bytes = 0
+
+    def passed() -> Iterator[bytes]:
+        nonlocal size_bytes
+        for piece in item.pieces():
+            hashed.update(piece)
+            size_bytes += len(piece)
+            yield piece
+
+    folder.write(name, passed(), is_executable=item.is_executable, mtime_ns=item.mtime_ns)
+    return Written(item.identity, f"sha256:{hashed.hexdigest()}", size_bytes)
+
 
 MAX_SHARD_BYTES: Final = 5_000_000_000
 """Size above which weights that are made are cut into several files, as `save_pretrained` does."""

@@ -4,6 +4,11 @@ Guarantees: a drill begins only while no capture and no upkeep of this daemon ru
 becomes short. When it is due follows from the records of the repository alone, so that a restart of the daemon repeats and forgets
 none; a record in the future (the clock was put back) is not waited for. `ciuic drill` by hand counts as one. Leaves what is restored
 and compared to ciuic.maintenance.drill.
+
+Shortage of memory on the host, for which background work waits.
+
+References:
+    proc_meminfo(5); Documentation/accounting/psi.rst of the kernel
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import structlog
@@ -19,17 +25,35 @@ import trio
 from ciuic.daemon.base.events import Alerts
 from ciuic.daemon.base.job_process import job_process
 from ciuic.daemon.base.settings import Settings
-from ciuic.daemon.drill_process import DrillJob
+from ciuic.daemon.jobs import DrillJob, job_command
 from ciuic.errors import CiuicError, NotFound
 from ciuic.protocol.control_types import ErrorDocument
 from ciuic.protocol.last_drill import LastDrill, read_drills, standing_drill
 from ciuic.structs import decode_json
-from ciuic.system.child_process import module_command
-from ciuic.system.memory import is_memory_short
 from ciuic.system.processes import describe_exit
 from ciuic.units import human_duration
 
-DRILL_MODULE = "ciuic.daemon.drill_process"
+_LEAST_SHARE: Final = 0.1
+"""Part of the memory that has to be available."""
+_MOST_WAITING: Final = 10.0
+"""Per cent of the last ten seconds in which tasks waited for memory."""
+
+
+def is_memory_short(proc: Path = Path("/proc")) -> bool:
+    """Return whether little memory is available, or tasks wait for it. False for what the kernel does not tell."""
+    with suppress(OSError, ValueError, KeyError):
+        lines = (proc / "meminfo").read_text().splitlines()
+        sizes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+        if sizes["MemAvailable"] < _LEAST_SHARE * sizes["MemTotal"]:
+            return True
+    # EOPNOTSUPP where pressure is disabled (psi=0 on the kernel's command line).
+    with suppress(OSError, ValueError):
+        # "some avg10=0.00 avg60=…"
+        some = (proc / "pressure/memory").read_text().partition("\n")[0]
+        return float(some.partition("avg10=")[2].partition(" ")[0]) > _MOST_WAITING
+    return False
+
+
 KEY_DRILL = "drill"
 """Key of the alert that the last drill was not good."""
 KEY_LATE = "drill-late"
@@ -88,7 +112,7 @@ class Drills:
         self._alerts = alerts
         self._cwd = cwd
         self._now_ns = now_ns
-        self._command = list(command or module_command(DRILL_MODULE))
+        self._command = list(command or job_command("drill"))
         self._is_busy = is_busy
         self._is_memory_short = is_memory_short
         self._not_before = 0.0

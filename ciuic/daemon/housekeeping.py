@@ -23,7 +23,7 @@ from ciuic.daemon.base.events import KEY_MISSING, Alerts
 from ciuic.daemon.base.repository_store import LastSnapshot, Store
 from ciuic.daemon.parts import DaemonParts
 from ciuic.daemon.roots.worker_process import OverlayWorker
-from ciuic.daemon.snapshots.snapshot_ages import boot_ns, overdue_after_seconds
+from ciuic.daemon.snapshots.schedule import boot_ns, overdue_after_seconds
 from ciuic.errors import CiuicError
 from ciuic.printable import one_line
 from ciuic.protocol.control_types import DamageStatus, RepositoryStatus, rfc3339

@@ -19,14 +19,12 @@ from ciuic.config import WatchNumber
 from ciuic.daemon.base.events import Alerts
 from ciuic.daemon.base.job_process import job_process
 from ciuic.daemon.base.settings import Settings
-from ciuic.daemon.number_process import NumberJob
+from ciuic.daemon.jobs import NumberJob, job_command
 from ciuic.daemon.trainers.loss_watch import LossWatch, trouble_text
 from ciuic.number_files import NumberPlace, NumbersRead
 from ciuic.printable import one_line
 from ciuic.structs import decode_json
-from ciuic.system.child_process import module_command
 
-NUMBER_MODULE: Final = "ciuic.daemon.number_process"
 _KEY: Final = "number:"
 _PERIOD_SECONDS: Final = 30.0
 _LIMIT_SECONDS: Final = 120.0
@@ -133,7 +131,7 @@ class NumberWatch:
         # A file on a disk that hangs must not end the watch of the others for ever, and may hold the process in the kernel.
         with trio.move_on_after(_LIMIT_SECONDS):
             async with job_process(
-                module_command(NUMBER_MODULE), job, self._cwd, at_once=True, wait_seconds=1
+                job_command("numbers"), job, self._cwd, at_once=True, wait_seconds=1
             ) as running:
                 async for part in running.stdout:
                     output += part

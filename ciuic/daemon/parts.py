@@ -14,15 +14,14 @@ from functools import partial
 from ciuic.config import Config, check_overlaps
 from ciuic.daemon.base.accounts import AccountNames, Accounts
 from ciuic.daemon.base.events import Alerts, EventBus, Wakeup
-from ciuic.daemon.base.metrics import Metrics
+from ciuic.daemon.base.metrics import Metrics, SpanWriter
 from ciuic.daemon.base.process_priority import SLICE, PriorityControl, SliceWeight
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.runtime import RuntimeDirectory
 from ciuic.daemon.base.settings import ActiveSettings, Settings
-from ciuic.daemon.base.spans import SpanWriter
 from ciuic.daemon.base.systemd import Notifier
-from ciuic.daemon.drills import DRILL_MODULE, Drills
-from ciuic.daemon.good_checkpoints import GoodCheckpoints
+from ciuic.daemon.drills import Drills
+from ciuic.daemon.jobs import job_command
 from ciuic.daemon.number_watch import NumberWatch
 from ciuic.daemon.preemption import Preemption
 from ciuic.daemon.roots.sessions import SessionKeeper, SessionStore
@@ -30,24 +29,26 @@ from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.served_roots import ServedRoots
 from ciuic.daemon.snapshots.capture_process import Captures
 from ciuic.daemon.snapshots.capturing import Context
-from ciuic.daemon.snapshots.held_snapshots import HeldSnapshots
-from ciuic.daemon.snapshots.owed import OwedSnapshots
-from ciuic.daemon.snapshots.requests import Snapshots
-from ciuic.daemon.snapshots.reserve import SpaceWatch
-from ciuic.daemon.snapshots.schedule import FirstSnapshots, Schedule, ScheduledSnapshots
-from ciuic.daemon.snapshots.snapshot_ages import SnapshotAges
+from ciuic.daemon.snapshots.requests import HeldSnapshots, Snapshots
+from ciuic.daemon.snapshots.schedule import (
+    FirstSnapshots,
+    OwedSnapshots,
+    Schedule,
+    ScheduledSnapshots,
+    SnapshotAges,
+)
 from ciuic.daemon.snapshots.snapshot_when import EventSnapshots
-from ciuic.daemon.space_forecast import SpaceForecast
+from ciuic.daemon.snapshots.space_watch import SpaceForecast, SpaceWatch
 from ciuic.daemon.trainers.pairing import Pairing
 from ciuic.daemon.trainers.watch import TrainerWatch
-from ciuic.daemon.upkeep import UPKEEP_MODULE, Upkeep
-from ciuic.daemon.verdicts import VERDICT_MODULE, Verdicts
+from ciuic.daemon.upkeep import Upkeep
+from ciuic.daemon.verdicts import GoodCheckpoints, Verdicts
 from ciuic.errors import Unreachable
 from ciuic.fuse_layer.prefork.client import SpareProcess
 from ciuic.protocol.pairing import SOCKET_NAME
 from ciuic.protocol.span_spool import SPANS_NAME
 from ciuic.system import mountinfo
-from ciuic.system.child_process import environment, module_command
+from ciuic.system.child_process import environment
 
 
 class DaemonParts:
@@ -178,7 +179,7 @@ class DaemonParts:
             self.alerts,
             cwd=self.settings.runtime_dir,
             now_ns=now_ns,
-            command=[*command_prefix, *module_command(UPKEEP_MODULE)],
+            command=[*command_prefix, *job_command("upkeep")],
             reserve_bytes=lambda: self.space.measure().reserve_bytes,
             caller_waits=lambda: self.snapshots.caller_waits,
             wakeup=space_wanted,
@@ -188,7 +189,7 @@ class DaemonParts:
             self.alerts,
             cwd=self.settings.runtime_dir,
             now_ns=now_ns,
-            command=[*command_prefix, *module_command(DRILL_MODULE)],
+            command=[*command_prefix, *job_command("drill")],
             is_busy=lambda: bool(self.snapshots.capturing.running() or self.upkeep.running()),
         )
         self.good_checkpoints = GoodCheckpoints(now_ns)
@@ -196,7 +197,7 @@ class DaemonParts:
             settings,
             committed,
             cwd=self.settings.runtime_dir,
-            command=[*command_prefix, *module_command(VERDICT_MODULE)],
+            command=[*command_prefix, *job_command("verdicts")],
             good=self.good_checkpoints,
         )
         self.priorities = PriorityControl(

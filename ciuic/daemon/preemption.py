@@ -2,7 +2,7 @@
 
 On a notice the alert `preemption` begins, the process that uploads is told of the deadline (`ciuic.remote.upload_deadline`), and then
 all roots are cut; in the last hour captures make way for nobody. Metadata services are asked by a process
-(`ciuic.daemon.notice_process`), and only where `[preemption] clouds` names them.
+(`ciuic.daemon.jobs`), and only where `[preemption] clouds` names them.
 
 Guarantees: no notice holds up the event loop; a notice that is repeated, or has a later end than one that stands, cuts nothing, and
 notices cut at most one snapshot in `_LEAST_BETWEEN_SECONDS`. A snapshot that fails is tried again, and an upload that starts later is told,
@@ -28,7 +28,7 @@ from ciuic.config import PreemptionConfig
 from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.job_process import job_process
 from ciuic.daemon.base.settings import Settings
-from ciuic.daemon.notice_process import NoticeJob, NoticeLine
+from ciuic.daemon.jobs import NoticeJob, NoticeLine, job_command
 from ciuic.daemon.snapshots.pending import PendingSnapshot
 from ciuic.errors import CiuicError
 from ciuic.printable import one_line
@@ -36,14 +36,13 @@ from ciuic.protocol.control_types import SnapshotRequest
 from ciuic.protocol.stored_remotely import upload_state_dir
 from ciuic.remote.upload_deadline import announce, withdraw
 from ciuic.structs import decode_json
-from ciuic.system.child_process import environment, find_program, module_command
+from ciuic.system.child_process import environment, find_program
 from ciuic.system.cloud_notices import MetadataService
 from ciuic.units import human_duration
 
 TAG_BEFORE_PREEMPTION: Final = "before-preemption"
 """Tag of these snapshots."""
 KEY_PREEMPTION: Final = "preemption"
-NOTICE_MODULE: Final = "ciuic.daemon.notice_process"
 _KEY_SERVICE: Final = "metadata"
 _BY_REQUEST: Final = "request"
 _PERIOD_SECONDS: Final = 1.0
@@ -190,7 +189,7 @@ class Preemption:
             nursery.cancel_scope.cancel()
 
     def _command(self) -> list[str]:
-        command = module_command(NOTICE_MODULE)
+        command = job_command("notices")
         if not self._as_service:
             return command
         return [

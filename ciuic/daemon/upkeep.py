@@ -21,11 +21,10 @@ from ciuic.daemon.base.job_process import job_process
 from ciuic.daemon.base.process_priority import RunningProcess
 from ciuic.daemon.base.repository_store import Store, UpkeepNeed, UpkeepRules
 from ciuic.daemon.base.settings import Settings
-from ciuic.daemon.upkeep_process import UpkeepJob
+from ciuic.daemon.jobs import UpkeepJob, job_command
 from ciuic.errors import BY_EXIT_CODE, CiuicError
 from ciuic.protocol.control_types import ErrorDocument, PruneReport
 from ciuic.structs import decode_json
-from ciuic.system.child_process import module_command
 from ciuic.system.processes import describe_exit
 from ciuic.system.urgency import Urgency
 from ciuic.units import plural
@@ -38,7 +37,6 @@ _KEY_UNSTORED = "unstored"
 """Key of the alert that a snapshot was removed before every remote had it."""
 # An alert is a sentence; the log has all ids.
 _MAX_NAMED_SNAPSHOTS = 20
-UPKEEP_MODULE = "ciuic.daemon.upkeep_process"
 # To the end of a process that was told to end.
 _END_SECONDS = 10.0
 log = structlog.get_logger(__name__)
@@ -85,7 +83,7 @@ class Upkeep:
         self._cwd = cwd
         self._now_ns = now_ns
         self._reserve_bytes = reserve_bytes
-        self._command = list(command or module_command(UPKEEP_MODULE))
+        self._command = list(command or job_command("upkeep"))
         self._caller_waits = caller_waits
         self._wakeup = wakeup or Wakeup()
         self._process: trio.Process | None = None

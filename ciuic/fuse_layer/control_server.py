@@ -46,7 +46,7 @@ _ACCEPT_PAUSE_SECONDS = 0.1
 
 
 class CutLike(Protocol):
-    """Result of the core's ``cut`` (core/epochs.py)."""
+    """Result of the core's ``cut`` (core/overlay_core.py)."""
 
     @property
     def epoch(self) -> int:

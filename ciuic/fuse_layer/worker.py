@@ -222,7 +222,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     context.driver_why = choice.why
     if choice.driver == "pyfuse3":
         # Imported here: a successor, which the job waits for, needs neither libfuse nor an event loop.
-        from ciuic.fuse_layer.pyfuse3_worker import Pyfuse3Worker
+        from ciuic.fuse_layer.pyfuse3_driver import Pyfuse3Worker
 
         context.filtered = _filter_calls()
         Pyfuse3Worker(make_core(kernel_keeps_times=True), context).run()

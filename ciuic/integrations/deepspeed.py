@@ -40,7 +40,7 @@ from ciuic.errors import CiuicError
 from ciuic.repository import Repository
 from ciuic.system.disk import Disk
 from ciuic.training import ranks
-from ciuic.training.dcp.pointer import (
+from ciuic.training.dcp.metadata import (
     POINTER_FILE,
     CheckpointPointer,
     find_snapshot,

@@ -5,6 +5,10 @@ Environment of the controller: POD_NAMESPACE, POD_NAME, CIUIC_IMAGE, CIUIC_IMAGE
 
 Exit codes: 0 after SIGTERM, 2 for a wrong environment, 5 where the API cannot be reached, 75 when the lease of the leader was lost, after which
 the pod's restart competes for it anew.
+
+Answers to the probes of kubelet, over HTTP from the process that is asked: no program is started for one.
+
+References: Kubernetes, "Configure Liveness, Readiness and Startup Probes": any status from 200 to 399 is success.
 """
 
 from __future__ import annotations
@@ -13,14 +17,68 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 import structlog
+from aiohttp import web
 
 from ciuic.errors import CiuicError, UsageError, pip_install
+from ciuic.operator.policies import HEALTH_PORT
+
+_ANSWER_SECONDS: Final = 5.0
+
+Check = Callable[[], Awaitable[object]]
+
+
+async def alive() -> None:
+    """Return: what answers lives."""
+
+
+@asynccontextmanager
+async def serving_health(
+    checks: Mapping[str, Check], port: int = HEALTH_PORT, host: str | None = None
+) -> AsyncIterator[int]:
+    """Answer probes while the block lasts; a check that raises, or takes longer than 5 s, is status 503 with its words.
+
+    Args:
+        checks: what to await for each path.
+        port: TCP port; 0: any that is free.
+        host: its address; None: all of the pod.
+
+    Yields:
+        The port.
+    """
+    # Concurrent probes share one check.
+    asked: dict[str, asyncio.Task[object]] = {}
+
+    async def answer(request: web.Request) -> web.Response:
+        path = request.path
+        if path not in asked or asked[path].done():
+            asked[path] = asyncio.ensure_future(asyncio.wait_for(checks[path](), _ANSWER_SECONDS))
+        try:
+            await asyncio.shield(asked[path])
+        except asyncio.TimeoutError:
+            return web.Response(status=503, text="no answer in time\n")
+        except Exception as error:
+            return web.Response(status=503, text=f"{error}\n")
+        return web.Response(text="ok\n")
+
+    application = web.Application(client_max_size=1)
+    for path in checks:
+        application.router.add_get(path, answer)
+    runner = web.AppRunner(application, access_log=None, keepalive_timeout=_ANSWER_SECONDS)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port, backlog=16)
+        await site.start()
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
 
 _USAGE: Final = "usage: ciuic-operator [agent | configure]\n"
 _LOST: Final = 75
@@ -65,7 +123,6 @@ async def run_controller() -> int:
     """Wait for the lease, act while it is held, and give it back after SIGTERM; return the exit code."""
     from ciuic.operator.api import Api, LeaderLease
     from ciuic.operator.controller import Controller
-    from ciuic.operator.health import alive, serving_health
     from ciuic.operator.policies import ALIVE, Installation
 
     namespace = _needed("POD_NAMESPACE")
@@ -100,7 +157,6 @@ async def run_agent() -> int:
     """Carry out the requests of this node until SIGTERM; return the exit code."""
     from ciuic.operator.agent import Agent, LocalDaemon
     from ciuic.operator.api import Api
-    from ciuic.operator.health import Check, alive, serving_health
     from ciuic.operator.policies import ALIVE, READY
 
     daemon = LocalDaemon()

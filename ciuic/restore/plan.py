@@ -22,8 +22,7 @@ from ciuic.restore.destination_directories import (
     many_descriptors,
     open_parent,
 )
-from ciuic.restore.model import Kept, Overwrite, RestorePlan, RestoreTarget, believed_equal
-from ciuic.restore.selection import Selection
+from ciuic.restore.model import Kept, Overwrite, RestorePlan, RestoreTarget, Selection, believed_equal
 from ciuic.system.linked_path import LinkedPath
 from ciuic.system.mountinfo import MountBorders
 from ciuic.system.shell_quoting import shown
@@ -60,7 +59,7 @@ def plan_restore(
         keep: ``keep(path, is_dir)`` returns True for what ``delete`` must spare, by its path at the snapshot; for excluded paths.
         special: restore special files and attributes (attributes.py). None: restore them unless another user may have
             written to the repository; what is left out counts as a failure then.
-        include: patterns of what is restored below each path (selection.py); none: everything.
+        include: patterns of what is restored below each path (model.py); none: everything.
         exclude: patterns of what is left alone.
 
     Raises:

@@ -44,9 +44,8 @@ from ciuic.restore.model import (
     Result,
 )
 from ciuic.restore.new_files import NonDirectory
-from ciuic.restore.outcomes import Outcomes, ResultCounter
 from ciuic.restore.pool import Pool
-from ciuic.restore.workers import Feeder, Linker, SmallFiles
+from ciuic.restore.workers import Feeder, Linker, Outcomes, ResultCounter, SmallFiles
 from ciuic.system.mountinfo import LEFT_ALONE
 from ciuic.types import FLAG_MOUNTPOINT, Entry
 

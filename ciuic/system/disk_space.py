@@ -1,7 +1,7 @@
 """Space of a file system: what other programs can still use of it, and the reserve that captures leave to them.
 
 Guarantees: "free" is what an ordinary process may still use (f_bavail, as df(1) shows it), never what root alone may use (f_bfree).
-ciuic.daemon.capture.space refuses writes, and ciuic.daemon.snapshots.reserve measures growth.
+ciuic.daemon.capture.space refuses writes, and ciuic.daemon.snapshots.space_watch measures growth.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from support.restoring import take, write
 
 from ciuic.repository import Repository
 from ciuic.restore import Overwrite, execute, plan_restore
-from ciuic.restore.unfinished import unfinished
+from ciuic.restore.journal import unfinished
 from ciuic.types import Snapshot
 
 CALLS = (

@@ -24,7 +24,7 @@ from ciuic.compare.restore_records import record_restore
 from ciuic.config import add_roots
 from ciuic.config.model import RootConfig
 from ciuic.config.repository_mark import mark_of, write_mark
-from ciuic.fuse_layer.core.epochs import read_saved
+from ciuic.fuse_layer.core.overlay_core import read_saved
 from ciuic.integrations.checkpoint_pointer import Pointer, write_pointer
 from ciuic.protocol.state_directory import open_state
 from ciuic.protocol.stored_remotely import StoredRecord, write_record
@@ -38,7 +38,7 @@ from ciuic.restore import Overwrite, execute, plan_restore
 from ciuic.restore.journal import JOURNAL_NAME
 from ciuic.system.disk import Disk
 from ciuic.training.convert.destination import new_directory, new_file
-from ciuic.training.dcp.pointer import CheckpointPointer, pointer_path, write_checkpoint_pointer
+from ciuic.training.dcp.metadata import CheckpointPointer, pointer_path, write_checkpoint_pointer
 from ciuic.types import SnapshotId
 
 _NAMING = ("mkdir", "unlink", "rmdir", "symlink", "mknod", "mkfifo")

@@ -21,9 +21,9 @@ from support.overlay import Overlay, overlay_over
 from support.trees import Manifest, assert_same, manifest
 
 from ciuic.daemon.capture import content
-from ciuic.daemon.capture import roots as capture_root
+from ciuic.daemon.capture import process as capture_root
 from ciuic.daemon.capture.job import RootJob
-from ciuic.daemon.capture.roots import Report
+from ciuic.daemon.capture.process import Report
 from ciuic.daemon.snapshots import cut
 from ciuic.fuse_layer.driver_choice import WITHOUT_PASSTHROUGH
 from ciuic.fuse_layer.system.pipes import MIN_SPLICED_BYTES

@@ -27,7 +27,7 @@ from ciuic.config import AlertConfig
 from ciuic.daemon.base import alert_hook
 from ciuic.daemon.base.alert_hook import AlertHook, AlertNotice, environment_file, notice_of, prepare
 from ciuic.daemon.base.events import EventBus
-from ciuic.daemon.trainers.trainer import ProcessIdentity, WatchedTrainer
+from ciuic.daemon.trainers.registry import ProcessIdentity, WatchedTrainer
 from ciuic.errors import NotPermitted
 from ciuic.printable import escaped, one_line, shown_name
 from ciuic.protocol.control_types import Alert, Event, Incident, StatusDocument, TrainerStatus

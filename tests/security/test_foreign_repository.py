@@ -25,8 +25,8 @@ from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.settings import settings_of
 from ciuic.daemon.capture.job import CaptureJob
 from ciuic.daemon.capture.process import run_job as capture
-from ciuic.daemon.upkeep_process import UpkeepJob
-from ciuic.daemon.upkeep_process import run_job as upkeep
+from ciuic.daemon.jobs import UpkeepJob
+from ciuic.daemon.jobs import run_upkeep_job as upkeep
 from ciuic.errors import NotPermitted
 from ciuic.repository import Repository
 from ciuic.repository.trust import ForeignRepository

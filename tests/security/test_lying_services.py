@@ -23,8 +23,8 @@ from support.second_user import MADE_UP
 from support.tiny_training import Model
 
 from ciuic import SnapshotManager
-from ciuic.daemon.deliveries import NOTIFY_MODULE
-from ciuic.daemon.notify_process import EXIT_NOT_DELIVERED, NotifyJob
+from ciuic.daemon.base.alert_hook import NOTIFY_MODULE
+from ciuic.daemon.base.notify_process import EXIT_NOT_DELIVERED, NotifyJob
 from ciuic.errors import NotFound, NotPermitted
 from ciuic.system.child_process import environment, module_command
 

@@ -18,11 +18,10 @@ from support.second_user import MADE_UP
 from support.site import CHECKOUT
 
 from ciuic.compare.diff import diff_live, diff_snapshots
-from ciuic.daemon.capture import roots as capture_roots
+from ciuic.daemon.capture import process as capture_roots
 from ciuic.daemon.capture import walk
 from ciuic.daemon.capture.job import CaptureJob, Done, RootJob, decode_message, encode_job
-from ciuic.daemon.capture.process import run_job
-from ciuic.daemon.capture.roots import Report
+from ciuic.daemon.capture.process import Report, run_job
 from ciuic.daemon.capture.walk import MAX_DEPTH
 from ciuic.fuse_layer.core.overlay_core import ROOT_ID
 from ciuic.maintenance.prune import prune
@@ -229,7 +228,7 @@ def test_a_root_that_takes_all_memory_is_left_out(
 def test_the_memory_limit_is_a_limit(tmp_path: Path) -> None:
     """An allocation beyond the memory limit raises MemoryError in the capture."""
     script = (
-        "from ciuic.daemon.capture.roots import limit_memory\n"
+        "from ciuic.daemon.capture.process import limit_memory\n"
         "limit_memory(200 << 20)\n"
         "try:\n    bytearray(400 << 20)\nexcept MemoryError:\n    print('refused')\n"
     )

@@ -33,7 +33,7 @@ from support.small_disks import missing, small_disk
 
 from ciuic import STATE_DIR_NAME
 from ciuic.config.repository_mark import mark_of, read_mark, write_mark
-from ciuic.daemon.capture.roots import _find_undo
+from ciuic.daemon.capture.process import _find_undo
 from ciuic.fuse_layer import undo_format
 from ciuic.fuse_layer.core.overlay_core import ROOT_ID, Credentials, OverlayCore
 from ciuic.fuse_layer.system import mounts

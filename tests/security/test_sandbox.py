@@ -19,7 +19,7 @@ import pytest
 from support.live import Live, installed
 from support.until import until
 
-from ciuic.daemon.upkeep_process import UpkeepJob
+from ciuic.daemon.jobs import UpkeepJob
 from ciuic.repository import Repository
 from ciuic.retention import RetentionPolicy
 from ciuic.system import seccomp
@@ -253,7 +253,7 @@ def test_a_living_upkeep_is_filtered(live: Live) -> None:
 
     with _lock_held(live):
         upkeep = subprocess.Popen(
-            [sys.executable, "-m", "ciuic.daemon.upkeep_process"],
+            [sys.executable, "-m", "ciuic.daemon.jobs", "upkeep"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/",
         )  # fmt: skip
         assert upkeep.stdin is not None

@@ -25,9 +25,9 @@ from support.core_driver import CoreDriver, Operation, open_backing
 from support.trees import Facts, Manifest, assert_same, manifest
 
 from ciuic.daemon.capture import content as capture_content
-from ciuic.daemon.capture import roots
+from ciuic.daemon.capture import process
 from ciuic.daemon.capture.job import RootJob
-from ciuic.daemon.capture.roots import Report
+from ciuic.daemon.capture.process import Report
 from ciuic.fuse_layer.core import overlay_hooks
 from ciuic.fuse_layer.core.overlay_core import OverlayCore, SealedEpoch
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
@@ -326,7 +326,7 @@ class Bench:
         report = Report(lambda _: None)
         writer = self.repository.writer()
         with slow_log(before_each_poll):
-            record, _ = roots.capture_root(job, self.repository, writer, report)  # type: ignore[arg-type]
+            record, _ = process.capture_root(job, self.repository, writer, report)  # type: ignore[arg-type]
         cut = self.at_cut[epoch][0]
         writer.commit(
             SnapshotDraft(
@@ -380,7 +380,7 @@ def slow_log(interfere: Callable[[], None]) -> Iterator[None]:
     def open_slow_log(undo_fd: int, epoch: int) -> LogReader:
         return SlowLog(f"/proc/self/fd/{undo_fd}/log", epoch)
 
-    with mock.patch.object(roots, "open_log", open_slow_log):
+    with mock.patch.object(process, "open_log", open_slow_log):
         yield
 
 

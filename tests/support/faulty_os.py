@@ -28,7 +28,7 @@ from support.overlay import state_of
 
 from ciuic import STATE_DIR_NAME
 from ciuic.fuse_layer import undo_format
-from ciuic.fuse_layer.core import epochs, overlay_hooks
+from ciuic.fuse_layer.core import overlay_core, overlay_hooks
 from ciuic.fuse_layer.tracking import hidden_links, undo_log
 from ciuic.fuse_layer.undo_format import UndoLost
 
@@ -181,7 +181,7 @@ def faults_in(modules: Sequence[ModuleType], faulty: FaultyOs) -> Iterator[Fault
 NO_SPACE, IO_ERROR = errno.ENOSPC, errno.EIO
 
 
-SAVING = (undo_log, undo_log, hidden_links, epochs, undo_format)
+SAVING = (undo_log, undo_log, hidden_links, overlay_core, undo_format)
 """Modules that write saved overlay state."""
 STATE_NAME = STATE_DIR_NAME.decode()
 _SAVED = "tracking"

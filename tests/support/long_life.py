@@ -21,8 +21,7 @@ from support.core_driver import ROOT, open_backing
 from support.stored import read_back
 
 from ciuic.daemon.capture.job import CaptureJob, RootJob
-from ciuic.daemon.capture.process import run_job
-from ciuic.daemon.capture.roots import Report
+from ciuic.daemon.capture.process import Report, run_job
 from ciuic.fuse_layer.core.overlay_core import ROOT_ID, OverlayCore
 from ciuic.maintenance.prune import prune
 from ciuic.maintenance.verify import verify_snapshots

@@ -11,8 +11,8 @@ from ciuic.repository import Repository, Walker
 from ciuic.repository.compression import Codec, Content
 from ciuic.training.rules import Keep
 from ciuic.training.writer.codecs import CodecChooser, ReverseDeltas
-from ciuic.training.writer.committing import LastCommit, commit
 from ciuic.training.writer.messages import Manifest, ManifestFile, RetentionRules
+from ciuic.training.writer_process import LastCommit, commit
 from ciuic.types import ChunkId, Entry, RootRecord, SnapshotDraft, SnapshotId
 
 BLOCK: Final = 8192

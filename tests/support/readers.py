@@ -33,7 +33,7 @@ from ciuic.artefacts.folder import Manifest, Written
 from ciuic.cli.commands.web import broker
 from ciuic.compare.restore_records import RestoreRecord
 from ciuic.config import parse_config, repository_mark
-from ciuic.daemon import drill_process, notice_process, upkeep_process, verdict_process
+from ciuic.daemon import jobs
 from ciuic.daemon.capture.job import (
     CaptureJob,
     Failed,
@@ -42,20 +42,19 @@ from ciuic.daemon.capture.job import (
     encode_job,
     encode_message,
 )
-from ciuic.daemon.number_process import NumberJob
+from ciuic.daemon.jobs import NumberJob
 from ciuic.daemon.roots import view_process
-from ciuic.daemon.space_forecast import decode_samples
+from ciuic.daemon.snapshots.space_watch import decode_samples
 from ciuic.daemon.trainers import registry, watch
 from ciuic.errors import CiuicError
 from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer import sealed_format
 from ciuic.fuse_layer import undo_format as undo
-from ciuic.fuse_layer.core.epochs import Epochs
-from ciuic.fuse_layer.core.overlay_core import Attr, OverlayCore
+from ciuic.fuse_layer.core.overlay_core import Attr, Epochs, OverlayCore
 from ciuic.fuse_layer.journal import inherited_session, records
 from ciuic.fuse_layer.kernel.driver import KernelDriver
 from ciuic.fuse_layer.kernel.negotiation import Negotiated
-from ciuic.fuse_layer.state.recent_changes import RecentChanges
+from ciuic.fuse_layer.state.passthrough_state import RecentChanges
 from ciuic.fuse_layer.tracking.changes import Tracker
 from ciuic.maintenance.verify import Pass
 from ciuic.number_files import NumberPlace, NumbersRead, json_lines, tensorboard_events
@@ -91,7 +90,7 @@ from ciuic.system import mountinfo
 from ciuic.system.cloud_notices import MetadataService
 from ciuic.system.spill import Spill
 from ciuic.training import ranks
-from ciuic.training.dcp.pointer import decode_checkpoint_pointer
+from ciuic.training.dcp.metadata import decode_checkpoint_pointer
 from ciuic.training.format import structure
 from ciuic.training.format.layout import TensorInFile, decode_header
 from ciuic.training.format.reading import STATE_VERSION, _decode_facts, check_document
@@ -607,7 +606,7 @@ _MOUNTS = rb"""36 35 98:0 /mnt1 /mnt\0402 rw,noatime master:1 - ext3 /dev/root r
 
 
 def _json(kind: Any) -> Callable[[bytes], object]:
-    """Decode JSON as daemon/control_api.py, maintenance/verify.py and repository/notes.py do."""
+    """Decode JSON as daemon/service.py, maintenance/verify.py and repository/notes.py do."""
     return _refusing(lambda data: msgspec.json.decode(data, type=kind), UnicodeDecodeError, RecursionError)
 
 
@@ -699,11 +698,11 @@ def more_readers() -> list[Reader]:
         Reader("request for a snapshot", _json(control_types.SnapshotRequest), b'{"message":"m","tags":["a"],"hold":true}'),
         Reader("order of the page", _refusing(lambda data: broker.words_of(msgspec.json.decode(data, type=broker.Order)), UnicodeDecodeError, RecursionError), b'{"kind":"restore","who":"a","snapshot":"cs-abcdef","path":"/a%25b","dest":""}'),
         Reader("question of the page", _refusing(lambda data: broker.question_of(quote_from_bytes(data)), UnicodeDecodeError, RecursionError), b'{"type":"compare","old":"cs-abcdef","new":"cs-abcdee","path":"/a%25b","old_path":"/a"}'),
-        Reader("job of upkeep", _json(upkeep_process.UpkeepJob), msgspec.json.encode(upkeep_process.UpkeepJob(repository="/r", policy=RetentionPolicy()))),
-        Reader("job of notices", _json(notice_process.NoticeJob), msgspec.json.encode(notice_process.NoticeJob(services=(MetadataService("aws"),)))),
-        Reader("line of a notice", _json(notice_process.NoticeLine), msgspec.json.encode(notice_process.NoticeLine(kind="notice", key="1", text="AWS", seconds=5.0))),
-        Reader("job of a drill", _json(drill_process.DrillJob), msgspec.json.encode(drill_process.DrillJob(repository="/r", scratch="/s"))),
-        Reader("job of verdicts", _json(verdict_process.VerdictJob), msgspec.json.encode(verdict_process.VerdictJob(repository="/r", snapshots=("cs-abcdef",)))),
+        Reader("job of upkeep", _json(jobs.UpkeepJob), msgspec.json.encode(jobs.UpkeepJob(repository="/r", policy=RetentionPolicy()))),
+        Reader("job of notices", _json(jobs.NoticeJob), msgspec.json.encode(jobs.NoticeJob(services=(MetadataService("aws"),)))),
+        Reader("line of a notice", _json(jobs.NoticeLine), msgspec.json.encode(jobs.NoticeLine(kind="notice", key="1", text="AWS", seconds=5.0))),
+        Reader("job of a drill", _json(jobs.DrillJob), msgspec.json.encode(jobs.DrillJob(repository="/r", scratch="/s"))),
+        Reader("job of verdicts", _json(jobs.VerdictJob), msgspec.json.encode(jobs.VerdictJob(repository="/r", snapshots=("cs-abcdef",)))),
         Reader("job of a view", _json(view_process.ViewJob), msgspec.json.encode(view_process.ViewJob(repository="/r", root="/d", socket="/s"))),
         Reader("verdicts on a snapshot", _json(VerdictRecord), msgspec.json.encode(_VERDICTS)),
         Reader("record of verdicts", lambda data: verdict_records.decode_record(_signed(data), b"k", VerdictRecord), msgspec.json.encode(_VERDICTS)),

@@ -7,8 +7,7 @@ import time
 from pathlib import Path
 
 from ciuic.daemon.capture.job import CaptureJob, RootJob
-from ciuic.daemon.capture.process import run_job
-from ciuic.daemon.capture.roots import Report
+from ciuic.daemon.capture.process import Report, run_job
 from ciuic.repository import Repository
 from ciuic.types import Snapshot
 

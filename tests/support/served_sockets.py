@@ -19,10 +19,9 @@ import trio
 
 from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.runtime import bind_control_socket
-from ciuic.daemon.control_api import Api
 from ciuic.daemon.roots.permission import WatchPermission
-from ciuic.daemon.trainers.emergency import Emergencies
-from ciuic.daemon.trainers.registry import TrainerRegistry
+from ciuic.daemon.service import Api
+from ciuic.daemon.trainers.registry import Emergencies, TrainerRegistry
 from ciuic.daemon.trainers.watch import WatchSocket
 from ciuic.protocol.control_types import (
     FlushReport,

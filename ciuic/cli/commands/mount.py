@@ -180,7 +180,7 @@ def _run_at(
     scratch: Path | None,
     stdout: int | None = None,
 ) -> int:
-    from ciuic.view.namespace import run_at
+    from ciuic.view.mount import run_at
     from ciuic.view.tree import ViewTree
 
     session.require_trust(snapshot.host)

@@ -700,7 +700,7 @@ def _recorded(
     session: Session, plan: RestorePlan, again: Sequence[str | bytes], dry_run: bool
 ) -> Iterator[None]:
     """Have ``ciuic status`` tell of the restore if it is cut short."""
-    from ciuic.restore.unfinished import recorded, records_directory
+    from ciuic.restore.journal import recorded, records_directory
 
     # A single file is there or not, and leaves nothing to go on with.
     destinations = _directories(plan)
@@ -966,7 +966,7 @@ def _safety(session: Session, plan: RestorePlan, targets: Sequence[bytes]) -> st
 def _first_safety(session: Session, plan: RestorePlan, message: str) -> str:
     """Return the safety snapshot from before the first run of a restore that was cut short and goes on now; empty if there is none."""
     from ciuic.compare.restore_records import first_of, was_cut_short
-    from ciuic.restore.unfinished import records_directory, unfinished
+    from ciuic.restore.journal import records_directory, unfinished
 
     here = set(_directories(plan))
     snapshot = str(plan.snapshot.id)

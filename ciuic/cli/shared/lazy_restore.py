@@ -25,7 +25,7 @@ from ciuic.units import human_duration, human_size
 if TYPE_CHECKING:
     from ciuic.lazy.progress import LazyOutcome, LazyStatus
     from ciuic.lazy.service import LazyRestore
-    from ciuic.restore.unfinished import UnfinishedRestore
+    from ciuic.restore.journal import UnfinishedRestore
 
 _SHOWN_LOST: Final = 20
 _READ_BYTES: Final = 65536
@@ -223,7 +223,7 @@ def show_lazy_restores(context: click.Context, parameter: click.Parameter, value
     if not value:
         return
     from ciuic.lazy.progress import read_statuses
-    from ciuic.restore.unfinished import records_directory, unfinished
+    from ciuic.restore.journal import records_directory, unfinished
 
     session = current()
     found = read_statuses(_directory(session))
@@ -252,7 +252,7 @@ def incomplete_lines(session: Session) -> list[str]:
 
         lines += [line_of(status) for status in read_statuses(directory) if status.state != "complete"]
     if _has_files(state_home("restores")):
-        from ciuic.restore.unfinished import records_directory, unfinished
+        from ciuic.restore.journal import records_directory, unfinished
 
         lines += map(_unfinished_line, unfinished(records_directory()))
     return lines

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-import structlog
 
 from ciuic.structs import json_decoder
 from ciuic.system.io_throttle import Pace
@@ -30,7 +29,6 @@ from ciuic.system.urgency import Urgency
 # value.
 _PERIOD_SECONDS: Final = 1.0
 _PIECE_BYTES: Final = 65536
-_log = structlog.get_logger(__name__)
 _decoder: Final = json_decoder(Urgency)
 
 # Adjustment of the out-of-memory score: 0 is the job's, 1000 is killed before everything else
@@ -121,6 +119,9 @@ def _follow(job_input: JobInput, pace: Pace, precedence: Precedence) -> None:
             try:
                 pace.urge(_decoder.decode(line))
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                _log.warning("terms_unreadable", error=str(error))
+                # Imported with the first event: it takes as long to load as all that such a process needs beside.
+                import structlog
+
+                structlog.get_logger(__name__).warning("terms_unreadable", error=str(error))
         # Without a line, too: the least share rises towards the deadline by itself.
         precedence.take(pace.least_share)

@@ -3,15 +3,20 @@
 Guarantees: names are stable; every figure has its unit in its name. No failure of the metrics ends the daemon.
 The registry is this module's own, so
 that the metrics of a process that embeds the daemon are not mixed with these.
+
+A span of each snapshot, into the spool of the exporter.
+
+Guarantees: nothing is written unless `exporter.otlp` is configured; no failure of it costs a snapshot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import os
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import structlog
 import trio
@@ -27,6 +32,63 @@ from ciuic.protocol.control_types import (
     StatusDocument,
 )
 from ciuic.protocol.metrics_file import WRITE_SECONDS, write_metrics
+from ciuic.protocol.span_spool import Attribute, Span, append_spans
+from ciuic.repository.config import read_config
+
+log = structlog.get_logger(__name__)
+
+
+class SnapshotCourse(NamedTuple):
+    """Course of a snapshot from its cut to its end, by the wall clock."""
+
+    snapshot: str
+    cut_ns: int
+    end_ns: int
+    figures: Mapping[str, Attribute]
+    error: str = ""
+    """Why it failed; empty: it is committed."""
+
+
+class SpanWriter:
+    """Writer of the daemon's spool."""
+
+    def __init__(
+        self, path: Path, is_wanted: Callable[[], bool], repository: Callable[[], Path | None]
+    ) -> None:
+        self._path = path
+        self._is_wanted = is_wanted
+        self._repository = repository
+        self._is_failing = False
+
+    async def write(self, course: SnapshotCourse) -> None:
+        """Write the span of a snapshot, if an exporter sends it."""
+        if not self._is_wanted():
+            return
+        try:
+            await trio.to_thread.run_sync(self._append, self._repository(), course)
+            self._is_failing = False
+        except Exception:  # nothing of the spans may cost a snapshot
+            # Once, not with each snapshot.
+            if not self._is_failing:
+                log.exception("spans_not_written", path=str(self._path))
+            self._is_failing = True
+
+    def _append(self, repository: Path | None, course: SnapshotCourse) -> None:
+        if repository is not None:
+            span = Span(
+                repository=read_config(os.fspath(repository)).id,
+                snapshot=course.snapshot,
+                start_ns=course.cut_ns,
+                # The clock may have been set back meanwhile.
+                end_ns=max(course.cut_ns, course.end_ns),
+                error=course.error,
+                attributes={
+                    "ciuic.snapshot.outcome": "failed" if course.error else "committed",
+                    **course.figures,
+                },
+            )
+            append_spans(self._path, [span])
+
 
 _ROOT_GAUGES = (
     ("dirty_bytes", "ciuic_root_dirty_bytes", "Upper bound of what the next snapshot reads"),
@@ -51,7 +113,6 @@ _REMOTE_GAUGES = (
     ),
     ("stored", "ciuic_remote_stored_snapshots", "Snapshots of the repository that the remote has"),
 )
-log = structlog.get_logger(__name__)
 
 
 class Metrics:

@@ -25,11 +25,11 @@ import structlog
 import trio
 
 from ciuic.daemon.base.events import KEY_MISSING, Alerts, EventBus
+from ciuic.daemon.base.metrics import SnapshotCourse, SpanWriter
 from ciuic.daemon.base.process_priority import RunningProcess
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.runtime import CutRecord, PendingRecord, RuntimeDirectory
 from ciuic.daemon.base.settings import Settings
-from ciuic.daemon.base.spans import SnapshotCourse, SpanWriter
 from ciuic.daemon.capture.job import EXIT_UNDO_LOST, CaptureJob, Done, Failed, RootJob, printable
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.snapshots.capture_process import CaptureProcess, wait_for_stranger
@@ -42,8 +42,8 @@ from ciuic.daemon.snapshots.cut import (
     tell_workers,
 )
 from ciuic.daemon.snapshots.pending import PendingSnapshot, Phase
-from ciuic.daemon.snapshots.reserve import Shortage, SpaceWatch
 from ciuic.daemon.snapshots.snapshot_queue import Promises, SnapshotQueue
+from ciuic.daemon.snapshots.space_watch import Shortage, SpaceWatch
 from ciuic.errors import CiuicError
 from ciuic.printable import one_line
 from ciuic.protocol.control_types import Progress, RepositoryStatus, SnapshotState, rfc3339

@@ -14,30 +14,328 @@ Guarantees:
 * Every root that was reported by `FirstSnapshots.wanted` gets a snapshot when it is mounted, whatever the
   schedule says. Roots that were protected while no daemon ran are left to the schedule, whose first tick comes at
   once where a root has no snapshot.
+
+Takes last snapshots that are owed, and ends the protection of their roots (ciuic.config.owed_snapshots).
+
+Guarantees: a record goes only when its snapshot is durable, or when its root is gone from the configuration or from the disk,
+which is said. Until then it is tried again, and an alert says why it was not taken. Belongs to the trio thread.
+
+Ages of the newest snapshots, by a clock that cannot be set.
+
+A snapshot has the wall time of its cut. Once it is seen its age is counted in time since boot (CLOCK_BOOTTIME), so that setting
+the clock makes no snapshot younger or older. Guarantees: a restart of the daemon keeps the count, by a file in the runtime directory; an age
+goes on growing while the repository cannot be read; a cut that lies in the future is no recent one, but counts as old as the boot.
+Leaves to the repository which snapshot is the newest: it has the order of commits, whatever the clock said.
 """
 
 from __future__ import annotations
 
+import os
+import shlex
+import stat
+import threading
+import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Final
 
 import structlog
 import trio
 from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.triggers.interval import IntervalTrigger
 
-from ciuic.daemon.base.events import Alerts, Wakeup
-from ciuic.daemon.base.repository_store import Store
+from ciuic.config.owed_snapshots import OwedSnapshot, owed_snapshots, settle_snapshot
+from ciuic.daemon.base.events import Alerts, EventBus, Wakeup
+from ciuic.daemon.base.repository_store import LastSnapshot, Store
+from ciuic.daemon.base.runtime import AgeRecord, AgeRecords, RuntimeDirectory
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.snapshots.pending import PendingSnapshot
 from ciuic.errors import CiuicError
 from ciuic.protocol.control_types import SnapshotRequest
+from ciuic.system.processes import boot_id
+from ciuic.types import TAG_SAFETY
+
+log = structlog.get_logger(__name__)
+
+
+class OwedSnapshots:
+    """Takes owed snapshots. `run` is its task."""
+
+    def __init__(
+        self,
+        file: Callable[[], str],
+        take: Callable[[SnapshotRequest], Awaitable[PendingSnapshot]],
+        roots: Callable[[], Mapping[str, RootSupervisor]],
+        unprotect: Callable[[str], Awaitable[None]],
+        alerts: Alerts,
+    ) -> None:
+        """Prepare to take them.
+
+        Args:
+            file: returns the configuration file; empty for none.
+            take: cuts a snapshot.
+            roots: supervisors of the roots, by path.
+            unprotect: unmounts a root that is no longer configured.
+            alerts: where failures are reported.
+        """
+        self._file = file
+        self._take = take
+        self._roots = roots
+        self._unprotect = unprotect
+        self._alerts = alerts
+        self._wakeup = Wakeup()
+        self._ending: set[str] = set()
+        """Roots whose snapshot is taken, and that are still to be unmounted."""
+
+    def retry(self) -> None:
+        """Look for owed snapshots: time has passed, a root was mounted, or the configuration was read anew."""
+        self._wakeup.set()
+
+    async def run(self) -> None:
+        """Take what is owed, until cancelled."""
+        while True:
+            if file := self._file():
+                for owed in await trio.to_thread.run_sync(owed_snapshots, Path(file)):
+                    await self._settle(Path(file), owed)
+            for path in list(self._ending):
+                # An error here would end the daemon; the root's own alert says why it is still mounted.
+                with suppress(CiuicError, OSError):
+                    await self._end(path)
+            await self._wakeup.wait()
+
+    async def _end(self, path: str) -> None:
+        """Unmount a root that is no longer configured; where that fails it is tried again."""
+        if path in self._ending:
+            await self._unprotect(path)
+            self._ending.discard(path)
+            self._alerts.clear(f"owed:{path}")
+
+    async def _settle(self, file: Path, owed: OwedSnapshot) -> None:
+        key = f"owed:{owed.root}"
+        root = self._roots().get(owed.root)
+        try:
+            lost = ""
+            if root is not None and root.worker is not None:
+                request = SnapshotRequest(roots=[owed.root], message=owed.message, tags=list(owed.tags))
+                pending = await self._take(request)
+                await pending.finished.wait()
+                if pending.failure is not None:
+                    raise pending.failure
+            elif root is not None and await trio.to_thread.run_sync(
+                _is_gone, owed.root, abandon_on_cancel=True
+            ):
+                lost = root.error
+            elif root is not None:
+                return  # it is being mounted, or its own alert says why not
+            if await trio.to_thread.run_sync(settle_snapshot, file, owed):
+                self._ending.add(owed.root)
+            await self._end(owed.root)
+        except (CiuicError, OSError) as error:
+            log.error("owed_snapshot_failed", root=owed.root, error=str(error))
+            known = error.hint if isinstance(error, CiuicError) else ""
+            self._alerts.report(
+                key,
+                f"the last snapshot of {owed.root} and the end of its protection are owed: {error}",
+                hint=known
+                or f"it is tried again; to do without it: ciuic unprotect {shlex.quote(owed.root)}",
+            )
+        except Exception as error:  # a defect in one snapshot must not end the task
+            log.exception("owed_snapshot_failed", root=owed.root)
+            self._alerts.report(
+                key, f"the last snapshot of {owed.root} was not taken, by a defect: {error!r}"
+            )
+        else:
+            self._alerts.clear(key)
+            if lost:
+                log.error("owed_snapshot_lost", root=owed.root, error=lost)
+                self._alerts.report(
+                    key,
+                    f"the last snapshot of {owed.root} could not be taken: {lost}",
+                    hint="it was moved or removed; it is no longer protected",
+                )
+
+
+def _is_gone(root: str) -> bool:
+    """Return whether the protected directory was moved or removed; False if that cannot be determined."""
+    try:
+        return not stat.S_ISDIR(os.lstat(root).st_mode) or os.path.realpath(root) != root
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+
+
+GRACE_SECONDS: Final = 300.0
+"""Time that a snapshot may be late beside one interval that may fail."""
+_MAX_STEPS: Final = 16
+_MAX_CUTS: Final = 64
+_STEP_NS: Final = 10**9
+
+
+def overdue_after_seconds(interval_seconds: float) -> float:
+    """Return the age from which the newest snapshot of a root is overdue: two intervals and `GRACE_SECONDS`."""
+    return 2 * interval_seconds + GRACE_SECONDS
+
+
+def boot_ns() -> int:
+    """Return the time since boot, with that in which the machine slept."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
+class SnapshotAges:
+    """Ages of the newest snapshot of each root. Any thread may call it."""
+
+    def __init__(
+        self,
+        runtime: RuntimeDirectory,
+        now_ns: Callable[[], int],
+        boot_ns: Callable[[], int] = boot_ns,
+        boot_id: Callable[[], str] = boot_id,
+    ) -> None:
+        """Prepare to count; the predecessor's file is read at the first look.
+
+        Args:
+            runtime: directory with the file.
+            now_ns: wall clock.
+            boot_ns: time since boot.
+            boot_id: identity of this boot of the kernel.
+        """
+        self._runtime = runtime
+        self._now_ns = now_ns
+        self._boot_ns = boot_ns
+        self._boot_id = boot_id
+        self._known: dict[str, AgeRecord] | None = None
+        # By root, the newest snapshot unless it is a safety snapshot, and the time since boot at which this daemon first saw it listed.
+        self._listed: dict[str, tuple[str, int]] = {}
+        # (Time since boot until which it held, wall clock less time since boot), the oldest first.
+        self._earlier: list[tuple[int, int]] = []
+        self._difference_ns = now_ns() - boot_ns()
+        # Time since boot at the last cuts of this daemon, by id.
+        self._cuts: dict[str, int] = {}
+        # Status, metrics and housekeeping look from tasks and threads of their own.
+        self._lock = threading.Lock()
+
+    async def follow(self, events: EventBus) -> None:
+        """Note when snapshots are cut, until cancelled."""
+        with events.subscribe() as subscription:
+            async for event in subscription.events():
+                if event.kind == "snapshot_cut" and event.snapshot is not None:
+                    self.cut(event.snapshot.id)
+
+    def cut(self, id_: str) -> None:
+        """Note that a snapshot is cut now."""
+        with self._lock:
+            self._cuts[id_] = self._boot_ns()
+            if len(self._cuts) > _MAX_CUTS:
+                del self._cuts[next(iter(self._cuts))]
+
+    def note(self, newest: Mapping[str, LastSnapshot | None], *, is_readable: bool) -> None:
+        """Take note of the newest committed snapshot of every root.
+
+        Args:
+            newest: what the repository lists.
+            is_readable: the repository could be read; if not, what was known holds.
+        """
+        with self._lock:
+            self._heed_clock()
+            known = self._records()
+            if is_readable:
+                self._listed = {root: self._listed_since(root, one) for root, one in newest.items()}
+            found: dict[str, AgeRecord] = {}
+            for root, snapshot in newest.items():
+                id_ = "" if snapshot is None else str(snapshot.id)
+                before = known.get(root)
+                if before is not None and (before.snapshot == id_ or not is_readable):
+                    found[root] = before
+                else:
+                    since = self._boot_ns() if snapshot is None else self._cut_boot_ns(id_, snapshot.time_ns)
+                    found[root] = AgeRecord(snapshot=id_, boot_ns=since)
+            if found != known:
+                self._known = found
+                self._runtime.write_ages(AgeRecords(boot_id=self._boot_id(), roots=found))
+
+    def _listed_since(self, root: str, snapshot: LastSnapshot | None) -> tuple[str, int]:
+        id_ = "" if snapshot is None or TAG_SAFETY in snapshot.tags else str(snapshot.id)
+        known = self._listed.get(root)
+        return known if known is not None and known[0] == id_ else (id_, self._boot_ns())
+
+    def seconds(self, root: str) -> float | None:
+        """Return the age of the newest snapshot of a root; None if it has none, or the repository was never read."""
+        with self._lock:
+            record = self._records().get(root)
+            return None if record is None or not record.snapshot else self._since(record)
+
+    def newest(self, before_ns: int, path: str | None = None) -> str:
+        """Return the newest snapshot if it is known to be from before an instant; empty if it is not.
+
+        It was in the repository then, whatever clock it has its time from, and is no safety snapshot.
+
+        Args:
+            before_ns: the instant, in time since boot.
+            path: file that its root holds; None: of any root.
+        """
+        with self._lock:
+            roots = [root for root in self._listed if path is None or path.startswith(root.rstrip("/") + "/")]
+            if path is not None:
+                # Of nested roots the inner one holds the file.
+                roots = [max(roots, key=len)] if roots else []
+            found = [(since_ns, id_) for id_, since_ns in map(self._listed.__getitem__, roots) if id_]
+        return max((one for one in found if one[0] < before_ns), default=(0, ""))[1]
+
+    def overdue(self, roots: Iterable[str], interval_seconds: float) -> dict[str, bool]:
+        """Return the roots whose newest snapshot is overdue, with whether there is one.
+
+        A root without a snapshot counts from when it was first seen without one.
+        """
+        limit_seconds = overdue_after_seconds(interval_seconds)
+        with self._lock:
+            known = self._records()
+            return {
+                root: bool(known[root].snapshot)
+                for root in roots
+                if root in known and self._since(known[root]) > limit_seconds
+            }
+
+    def _since(self, record: AgeRecord) -> float:
+        return max(0.0, (self._boot_ns() - record.boot_ns) / 1e9)
+
+    def _records(self) -> dict[str, AgeRecord]:
+        if self._known is None:
+            record = self._runtime.read_ages()
+            self._known = dict(record.roots) if record.boot_id == self._boot_id() else {}
+        return self._known
+
+    def _heed_clock(self) -> None:
+        difference_ns = self._now_ns() - self._boot_ns()
+        if abs(difference_ns - self._difference_ns) >= _STEP_NS:
+            self._earlier = [*self._earlier, (self._boot_ns(), self._difference_ns)][-_MAX_STEPS:]
+        self._difference_ns = difference_ns
+
+    def _cut_boot_ns(self, id_: str, time_ns: int) -> int:
+        """Return the time since boot at a cut: as this daemon saw it, else by the clock as it was then.
+
+        The clock may have been set between the cut and the commit. It is negative for a cut before the boot, and 0 for one in the future.
+        """
+        seen = self._cuts.get(id_)
+        if seen is not None:
+            return seen
+        found_ns, begin_ns = 0, None
+        for until_ns, difference_ns in [*self._earlier, (self._boot_ns(), self._difference_ns)]:
+            at_ns = time_ns - difference_ns
+            # The first: of two instants that a clock that was put back has given the same time, the earlier one.
+            if at_ns <= until_ns and (begin_ns is None or at_ns >= begin_ns):
+                found_ns = at_ns
+                break
+            begin_ns = until_ns
+        return found_ns
+
 
 _JOB = "snapshot"
 # Smallest step back that counts as setting the clock; less is clock discipline (NTP).
 _STEP = timedelta(minutes=1)
 _MESSAGE = "the first snapshot of "
-log = structlog.get_logger(__name__)
 
 
 def first_due(now: datetime, last_cut: datetime | None, interval: timedelta) -> datetime:

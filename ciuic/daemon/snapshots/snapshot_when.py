@@ -1,6 +1,6 @@
 """Snapshots when something happens in a root: a rename, a new name, the end of a writer, or enough changed bytes.
 
-The overlay workers count what happens to the names of ``[[snapshot_when]]`` (fuse_layer/state/name_events.py); this task takes the
+The overlay workers count what happens to the names of ``[[snapshot_when]]`` (fuse_layer/state/passthrough_state.py); this task takes the
 counts every second, while there are rules. Guarantees: a burst gives one snapshot, cut when a rule's names have been quiet for two
 seconds, at most half a minute after the first; rules that are due together share a snapshot; a rule cuts no sooner than
 ``least_between`` after its last one of a root and no more than ``per_hour`` times an hour of it, and what has happened meanwhile is cut

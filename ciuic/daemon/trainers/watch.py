@@ -35,25 +35,25 @@ import trio
 
 from ciuic.config import TrainerConfig
 from ciuic.daemon.base.accounts import Accounts
-from ciuic.daemon.base.alert_hook import AlertHook
+from ciuic.daemon.base.alert_hook import AlertHook, Deliveries
 from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.settings import Settings
-from ciuic.daemon.deliveries import Deliveries
 from ciuic.daemon.peer_messages import ReceiverOptions
 from ciuic.daemon.peer_server import PeerQuestion, PeerReply, PeerServer, close_all
 from ciuic.daemon.roots.permission import WatchPermission, owners
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.snapshots.pending import PendingSnapshot
-from ciuic.daemon.trainers.emergency import Emergencies
 from ciuic.daemon.trainers.registry import (
     MAX_INCIDENTS,
+    Emergencies,
+    ProcessIdentity,
     TrainerRegistry,
+    WatchedTrainer,
     WatchJournal,
     read_journal,
     remove_journal,
     write_journal,
 )
-from ciuic.daemon.trainers.trainer import ProcessIdentity, WatchedTrainer
 from ciuic.errors import Busy, CiuicError, NotFound, NotPermitted, UsageError
 from ciuic.protocol.control_types import Incident, SnapshotRequest, TrainerStatus
 from ciuic.protocol.heartbeat_page import check_page

@@ -10,7 +10,7 @@ It knows nothing of epochs. What stands on it overrides the hooks of its operati
 (passthrough_state.py), and hands them to `PassthroughCore`: the tracked overlay (overlay_core.py), and the lazily restored tree.
 
 "Passthrough" is meant as of a file system whose requests are repeated on another one; whether the kernel carries data past this process
-is the driver's choice (kernel/modes.py).
+is the driver's choice (kernel/driver.py).
 
 Methods that may take long: ``fsync``, ``read`` of data that is not in memory, and every changing operation while
 ``pending`` is true. A driver runs them where other requests do not wait.

@@ -1,4 +1,4 @@
-"""Writers whose data the kernel carries to the backing file past the worker (kernel/modes.py): *unseen* writers.
+"""Writers whose data the kernel carries to the backing file past the worker (kernel/driver.py): *unseen* writers.
 
 Invariants:
 

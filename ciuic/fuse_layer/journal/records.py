@@ -126,7 +126,7 @@ class OpenedFile(NamedTuple):
 
     @property
     def unseen(self) -> bool:
-        """True if writes through it may reach the backing file past the worker (kernel/modes.py)."""
+        """True if writes through it may reach the backing file past the worker (kernel/driver.py)."""
         # Told from the flags of the answer, because a predecessor's plan is not recorded.
         if not self.open_flags & fuse_protocol.FOPEN_PASSTHROUGH:
             return False

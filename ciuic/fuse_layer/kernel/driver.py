@@ -7,20 +7,62 @@ on with it; an open that comes again opens nothing twice; one whose caller was k
 
 Every change passes through the worker, so names and attributes that the kernel caches stay true until it changes
 them itself: they live for a day, but for those that change without a request (a file that is open for writing, a
-set-id bit that a write takes away) and those of directories that changed lately (recent_changes.py).
+set-id bit that a write takes away) and those of directories that changed lately (state/passthrough_state.py).
 
 ``OpenModes`` decides how data reach the backing file; threads and replies are the session's (session.py).
+
+Path of an open file's data: from kernel to backing file, through this process, or through the kernel's page cache.
+
+The kernel lets opens of one inode coexist only within one *family* (fs/fuse/iomode.c): either all of them are
+backed by the same backing file (passthrough), or none is. The first open decides, until the last one is
+closed. docs/decisions/families-of-opens.md has the table of combinations that the kernel refuses.
+
+* **passthrough** (FOPEN_PASSTHROUGH): reads, writes and mappings go to the backing file and its page cache
+  without us. For readers, and for writers of new content: created or emptied by this open, write-only, not
+  appending. Every checkpoint is one. Changes of such a writer are *unseen*: the file counts as wholly dirty
+  for as long as it is open.
+* **tracked** (with FOPEN_DIRECT_IO as well): read and write come to us, mappings go to the backing file. For
+  write-only opens of existing content, which cannot be mapped: logs, updates in place. Every change is seen.
+* **cached** (neither): all data come to us by way of the kernel's cache, written through; stores through a
+  mapping come when the kernel writes them back, at the latest at a flush. For read-write opens, which may be
+  mapped, so that databases are exact at a cut. Where the file is in the passthrough family already, a
+  read-write open has to join it: tracked, but unseen because of the mappings that it may have, which outlive
+  its close.
+
+Rules (open_rules.py) take single files out of this: logs that are made and kept open are tracked from their
+first open on, and databases are cached although a reader opens them first.
+
+Without passthrough everything is cached. Backing ids: one for each inode of the passthrough family, from the
+first open to the last release.
+
+The directory `.snapshots` at the top of a root: made for a mount of the root's snapshots, and found by nobody else.
+
+Nothing on disk belongs to it, so it is never listed, captured or compared. Only the thread that is to mount on it finds it, once. The
+kernel remembers the name from then on, and leads everybody who walks over it to the mount without asking the worker. It asks again for
+that name where a program is about to make it or to rename something to it (LOOKUP_EXCL, LOOKUP_RENAME_TARGET): then the name is
+free, the kernel takes the mount away, and the program gets the name.
+
+The kernel is never told that the name is free: such a notice waits for the lock of the root's directory, uninterruptibly, and a worker that was
+killed meanwhile could not end, nor be replaced, before the job's operation that holds the lock; and that waits for a successor. Once the
+directory is hidden, requests about it end with ESTALE instead, after which the kernel asks for its name.
+
+Guarantees: a worker that is replaced knows all there is to know, because the node has a number of its own. Nobody who reaches the directory
+where nothing is mounted on it (in another mount namespace) can change it; it is empty.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from os import XATTR_CREATE
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+import structlog
 
 from ciuic import SNAPSHOTS_DIR_NAME
 from ciuic.fuse_layer import fuse_protocol as p
@@ -31,18 +73,244 @@ from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
 from ciuic.fuse_layer.journal.journal_writer import HandleJournal, JournalWriter
 from ciuic.fuse_layer.journal.records import OpenedDirectory, OpenedFile
-from ciuic.fuse_layer.kernel.modes import OpenModes, OpenPlan
 from ciuic.fuse_layer.kernel.negotiation import Negotiated
 from ciuic.fuse_layer.kernel.session import MAX_THREADS, KernelSession, Reply
-from ciuic.fuse_layer.kernel.snapshots_directory import SnapshotsDirectory
 from ciuic.fuse_layer.state.node_table import ROOT_ID, SNAPSHOTS_ID
 from ciuic.fuse_layer.state.open_rules import OpenPreference
-from ciuic.fuse_layer.state.passthrough_state import Attr
-from ciuic.fuse_layer.state.recent_changes import LIFE_NS, RecentChanges
+from ciuic.fuse_layer.state.passthrough_state import LIFE_NS, Attr, RecentChanges
 from ciuic.fuse_layer.system import syscalls
 from ciuic.fuse_layer.system.caller import Credentials, is_outside, shown_attributes
 from ciuic.fuse_layer.system.pipes import MAX_SPLICED_BYTES, MIN_SPLICED_BYTES
 from ciuic.fuse_layer.system.syscalls import Statx
+
+log = structlog.get_logger(__name__)
+
+_LOCK_STRIPES: Final = 64
+
+
+class OpenPlan(NamedTuple):
+    """Flags with which an open is to be answered."""
+
+    open_flags: int
+    unseen: bool
+    """True if writes may reach the backing file past the worker."""
+
+    @property
+    def passthrough(self) -> bool:
+        """True if the open belongs to the passthrough family."""
+        return bool(self.open_flags & p.FOPEN_PASSTHROUGH)
+
+
+class _Family:
+    __slots__ = ("backing_id", "opens")
+
+    def __init__(self, backing_id: int | None) -> None:
+        self.backing_id = backing_id
+        """Backing id of the passthrough family; None for the cached family."""
+        self.opens = 0
+
+
+class OpenModes:
+    """The open inodes of one connection and their families.
+
+    Thread-safe; ``lock`` is held from plan to commit.
+    """
+
+    def __init__(self, fuse_fd: int, *, passthrough: bool) -> None:
+        self._fd = fuse_fd
+        self.passthrough = passthrough
+        self._families: dict[int, _Family] = {}
+        # Held from plan to commit: two first opens of one inode must not decide for different families.
+        self._locks = tuple(threading.Lock() for _ in range(_LOCK_STRIPES))
+
+    def inherit(self, files: Iterable[OpenedFile]) -> None:
+        """Take over the families and backing ids of a predecessor's open files, which the kernel still has."""
+        for opened in files:
+            family = self._families.setdefault(opened.node, _Family(opened.backing_id or None))
+            family.opens += 1
+
+    def lock(self, node_id: int) -> threading.Lock:
+        """Return the lock of a node, to be held from ``plan`` to ``commit``."""
+        return self._locks[node_id % _LOCK_STRIPES]
+
+    def plan(
+        self, node_id: int, flags: int, *, fresh: bool, preference: OpenPreference = OpenPreference.ANY
+    ) -> OpenPlan:
+        """Choose the flags of an open.
+
+        Args:
+            node_id: node that is opened.
+            flags: flags of the program's open(2).
+            fresh: the file is empty, made or emptied by this open.
+            preference: choice of the rules (open_rules.py), followed where the family allows it.
+        """
+        family = self._families.get(node_id)
+        # Opens that exist decide, also when passthrough was refused meanwhile for another file.
+        if (family is None and not self.passthrough) or (family is not None and family.backing_id is None):
+            # All data of this family pass through the kernel's cache, so what is cached stays true.
+            return OpenPlan(p.FOPEN_KEEP_CACHE, unseen=False)
+        if family is None and preference is OpenPreference.CACHED:
+            # Without FOPEN_KEEP_CACHE, as below.
+            return OpenPlan(0, unseen=False)
+        access = flags & os.O_ACCMODE
+        if access == os.O_RDONLY:
+            return OpenPlan(p.FOPEN_PASSTHROUGH, unseen=False)
+        if access == os.O_WRONLY:
+            if fresh and not flags & os.O_APPEND and preference is not OpenPreference.TRACKED:
+                return OpenPlan(p.FOPEN_PASSTHROUGH, unseen=True)
+            return OpenPlan(p.FOPEN_PASSTHROUGH | p.FOPEN_DIRECT_IO, unseen=False)
+        if family is not None:
+            return OpenPlan(p.FOPEN_PASSTHROUGH | p.FOPEN_DIRECT_IO, unseen=True)
+        # Not FOPEN_KEEP_CACHE: pages cached before may be older than data that was written by passthrough
+        # since.
+        return OpenPlan(0, unseen=False)
+
+    def appending(self, plan: OpenPlan) -> OpenPlan:
+        """Return the plan of an open that writes an append-only inode.
+
+        Raises:
+            OSError: EPERM where the program could map the backing file, past the flag: the kernel looks for
+                it at its own inode.
+        """
+        if plan.passthrough:
+            if plan.unseen:
+                raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+            return plan
+        # The write cache sends whole pages, also what they had before.
+        return OpenPlan(p.FOPEN_DIRECT_IO, unseen=False)
+
+    def commit(self, node_id: int, plan: OpenPlan, fd: int) -> tuple[OpenPlan, int]:
+        """Count the open; return its plan and its backing id (0 for none).
+
+        The plan becomes a cached one when the kernel refuses the backing file; never when the family is
+        decided already.
+        """
+        family = self._families.get(node_id)
+        if family is None:
+            backing_id = self._backing_open(fd) if plan.passthrough else None
+            if plan.passthrough and backing_id is None:
+                plan = OpenPlan(0, unseen=False)
+            family = self._families[node_id] = _Family(backing_id)
+        family.opens += 1
+        return plan, family.backing_id or 0
+
+    def released(self, node_id: int) -> None:
+        """Note that an open which was committed is over."""
+        # An open between plan and commit relies on the family: it must not end in between.
+        with self.lock(node_id):
+            family = self._families.get(node_id)
+            if family is None:
+                return
+            family.opens -= 1
+            if family.opens:
+                return
+            del self._families[node_id]
+            if family.backing_id is not None:
+                self._ioctl(p.DEV_IOC_BACKING_CLOSE, bytearray(p.BACKING_ID.pack(family.backing_id)))
+
+    def is_passthrough(self, node_id: int) -> bool:
+        """Return whether the kernel holds the inode's backing file, so that the node must not be given another inode."""
+        family = self._families.get(node_id)
+        return family is not None and family.backing_id is not None
+
+    def _backing_open(self, fd: int) -> int | None:
+        try:
+            return self._ioctl(p.DEV_IOC_BACKING_OPEN, bytearray(p.BACKING_MAP.pack(fd, 0, 0)))
+        except OSError as error:
+            # These errors hold for every file of the root.
+            if error.errno in (errno.EPERM, errno.ELOOP, errno.ENOTTY):
+                log.warning("passthrough_refused", error=str(error))
+                self.passthrough = False
+            return None
+
+    def _ioctl(self, request: int, argument: bytearray) -> int:
+        # Python returns the call's result, which is the id, only when the buffer may be written to.
+        result = fcntl.ioctl(self._fd, request, argument, True)
+        assert isinstance(result, int)
+        return result
+
+
+# The kernel takes it for the largest number of ticks that there is. A name that ends before would be asked for by readers.
+_FOR_EVER_SECONDS: Final = (1 << 63) - 1
+_BLOCK_BYTES: Final = 4096
+_ATTR: Final = p.ATTR.pack(
+    *(SNAPSHOTS_ID, _BLOCK_BYTES, 0, 0, 0, 0, 0, 0, 0),
+    *(stat.S_IFDIR | 0o555, 2, 0, 0, 0, _BLOCK_BYTES, 0),
+)
+_ENTRY: Final = p.ENTRY_HEAD.pack(SNAPSHOTS_ID, 0, _FOR_EVER_SECONDS, 0, 0, 0) + _ATTR
+_STATX_BASIC: Final = 0x7FF
+_STATX: Final = p.STATX_OUT_HEAD.pack(0, 0, 0) + p.STATX_STRUCT.pack(
+    *(_STATX_BASIC, _BLOCK_BYTES, 0, 2, 0, 0, stat.S_IFDIR | 0o555),
+    *(SNAPSHOTS_ID, _BLOCK_BYTES, 0, 0),
+    *(0,) * 12,
+)
+
+
+class SnapshotsDirectory:
+    """Requests about the directory of one root. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread = 0
+        # A successor does not know, and an empty directory does no harm.
+        self._is_hidden = False
+
+    def show_to(self, thread: int) -> None:
+        """Let the thread of this number find it at its next lookup; 0: nobody, and it is gone for those who have found it."""
+        with self._lock:
+            self._thread = thread
+            self._is_hidden = not thread
+
+    def entry_for(self, thread: int) -> bytes | None:
+        """Return the entry for a thread that looks the name up; None for one that is not to find it."""
+        # Without the lock first: every lookup of the name comes here.
+        if not thread or thread != self._thread:
+            return None
+        with self._lock:
+            if thread != self._thread:
+                return None
+            self._thread = 0
+        return _ENTRY
+
+    def answer(self, request: FuseRequest, data: memoryview) -> Reply:
+        """Answer a request about the directory itself, or about a name in it.
+
+        Raises:
+            OSError: EROFS for one that would change something, ESTALE when it is hidden.
+        """
+        if self._is_hidden and request.opcode != p.RELEASEDIR:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        match request.opcode:
+            case p.GETATTR:
+                return p.ATTR_HEAD.pack(0, 0, 0) + _ATTR
+            case p.STATX:
+                return _STATX
+            case p.OPENDIR:
+                return p.OPEN_OUT.pack(0, 0, 0)
+            case p.READDIR | p.READDIRPLUS:
+                return _dots(data, b"" if request.opcode == p.READDIR else _NO_ENTRY)
+            case p.RELEASEDIR:
+                return b""
+            case p.LISTXATTR:
+                size, _ = p.GETXATTR_IN.unpack_from(data)
+                return p.sized(size, b"")
+            case p.LOOKUP:
+                number = errno.ENOENT
+            case p.GETXATTR:
+                number = errno.ENODATA
+            case _:
+                number = errno.EROFS
+        raise OSError(number, os.strerror(number))
+
+
+def _dots(data: memoryview, before: bytes) -> bytes:
+    _, offset, *_ = p.READ_IN.unpack_from(data)
+    names = ((b".", SNAPSHOTS_ID), (b"..", ROOT_ID))
+    return b"".join(
+        before + p.pack_dirent(node, stat.S_IFDIR, index, name)
+        for index, (name, node) in enumerate(names[offset:], offset + 1)
+    )
+
 
 FOREVER_SECONDS: Final = 86_400
 _WRITTEN_NS: Final = 100_000_000

@@ -1,6 +1,6 @@
 """An overlay worker that serves its mount by our own session with the kernel (kernel/session.py).
 
-Its life is that of the portable driver (pyfuse3_worker.py): mount, serve, detach, save. There is no event
+Its life is that of the portable driver (pyfuse3_driver.py): mount, serve, detach, save. There is no event
 loop: the session's threads serve, the control server's threads control, and the main thread waits.
 """
 

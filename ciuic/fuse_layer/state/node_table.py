@@ -51,7 +51,7 @@ ROOT_ID: Final = 1
 # are signed integers of SQLite.
 _SYNTHETIC_IDS_FROM: Final = 1 << 62
 SNAPSHOTS_ID: Final = (1 << 63) - 1
-"""Id of the directory that a root's snapshots are mounted on, which is no inode (kernel/snapshots_directory.py)."""
+"""Id of the directory that a root's snapshots are mounted on, which is no inode (kernel/driver.py)."""
 # Lookups of a predecessor's node, whose number is not known: no FORGET takes so many back.
 _LOOKED_UP_FOR_EVER: Final = 1 << 60
 _DEFAULT_EMPTIED: Final = (stat.S_IFDIR | 0o755, 0, 0)

@@ -1,4 +1,4 @@
-"""Choose files that must not be written past the worker, although the kernel could carry their data (kernel/modes.py).
+"""Choose files that must not be written past the worker, although the kernel could carry their data (kernel/driver.py).
 
 Two kinds of files are worth a request for each write, because their content at a cut matters and no program
 closes them:
@@ -98,7 +98,7 @@ class OpenRules:
             return OpenPreference.CACHED
         if self._mapped(name):
             return OpenPreference.CACHED if fresh or _is_live(attributes) else OpenPreference.ANY
-        # Other opens have one way in any case (kernel/modes.py); only a new file can be a checkpoint or a
+        # Other opens have one way in any case (kernel/driver.py); only a new file can be a checkpoint or a
         # log.
         if not fresh or flags & os.O_ACCMODE != os.O_WRONLY:
             return OpenPreference.ANY

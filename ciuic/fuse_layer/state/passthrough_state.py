@@ -21,15 +21,36 @@ References:
     Choudhury and Hahne 1998, dynamic thresholds of shared packet buffers: a user may hold at most three times
     what is free. One user alone gets three quarters of it, two get three sevenths each, and something always
     remains for the next.
+
+Changes of nodes by requests whose answers carry no attributes of theirs: of a directory whose names change, say.
+
+The kernel drops its attributes of such a node when the request is answered. An answer to an older request (a lookup of the
+directory, with its times from before) may reach the kernel's copy after that, because the thread that waits for it runs
+late; the kernel would believe it for as long as the answer says. It drops an answer only where the node's ``attr_version``
+has risen since the request (fs/fuse/inode.c, fuse_change_attributes), which a notification does and these changes do not.
+
+So such a change takes back all answers from before it. A directory, which the kernel asks for mode and owner anew before each
+further name then, is spared that: the first change after a quiet time takes answers back, and for some time its attributes are to be
+told with a short life.
+
+Guarantee: an answer with a long life is taken back by the next change.
+
+Counts of what happens to names that the daemon waits for, such as the rename that completes a checkpoint.
+
+The daemon gives the patterns and takes the counts away every second. Nothing is counted, and a change of a name pays for one look at
+an attribute, where it waits for none.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import fnmatch
 import os
+import re
 import resource
 import threading
+import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -38,11 +59,116 @@ from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 from ciuic import STATE_DIR_NAME
-from ciuic.fuse_layer.state.name_events import NameEvents
 from ciuic.fuse_layer.state.node_table import Node, NodeTable
-from ciuic.fuse_layer.state.recent_changes import RecentChanges
 from ciuic.fuse_layer.system.path_handles import Descriptor, PathHandle, stale
 from ciuic.fuse_layer.tracking.hidden_links import HiddenLinks
+
+QUIET_SECONDS: Final = 1.0
+LIFE_NS: Final = 10_000_000
+"""Life of the attributes of a directory that was changed lately."""
+
+
+class _Generations(NamedTuple):
+    since: float
+    """Time at which ``now`` was empty, as of `time.monotonic`."""
+    now: set[int]
+    before: set[int]
+
+
+class RecentChanges:
+    """Directories of one root that were changed in the last one to two times ``QUIET_SECONDS``. Thread-safe."""
+
+    def __init__(self) -> None:
+        # Replaced as a whole, without a lock. Where two threads do so at a time directories may be missed, whose next change
+        # then takes answers back once more. A change is noted where it is in ``now``, attributes live long where it is in
+        # neither: a second passes between the two, whichever thread looks first.
+        self._kept = _Generations(time.monotonic(), set(), set())
+        self.take_back: Callable[[int], None] = lambda node_id: None
+        """Has the kernel drop the attributes of a node, and the answers to requests that it sent before."""
+
+    def _generations(self) -> _Generations:
+        kept, now = self._kept, time.monotonic()
+        age = now - kept.since
+        if age > QUIET_SECONDS:
+            self._kept = kept = _Generations(now, set(), kept.now if age <= 2 * QUIET_SECONDS else set())
+        return kept
+
+    def changed(self, node: Node) -> None:
+        """Note a change that was carried out, before the request is answered."""
+        if node.is_dir:
+            noted = self._generations().now
+            if node.id in noted:
+                return
+            # In this order: attributes that are told meanwhile are of the time after the change, and live shortly.
+            noted.add(node.id)
+        self.take_back(node.id)
+
+    def made(self, node: Node) -> None:
+        """Note a new node, about which nothing was told yet."""
+        if node.is_dir:
+            self._generations().now.add(node.id)
+
+    def __contains__(self, node_id: int) -> bool:
+        kept = self._generations()
+        return node_id in kept.now or node_id in kept.before
+
+
+Matcher = Callable[[bytes], Any]
+
+
+class NameEvents:
+    """Counts by rule. Called by the threads that serve the job: a count may be one too low, and is never 0 after an event.
+
+    Args:
+        rules: (What happens: ``renamed``, ``appears`` or ``closed``; shell pattern of the name).
+    """
+
+    def __init__(self, rules: Sequence[tuple[str, str]]) -> None:
+        self.rules = tuple(rules)
+        self._counts = [0] * len(rules)
+        self._lost = [0] * len(rules)
+        self._any = self._of(None)
+        self._renamed = self._of("renamed")
+        self._appears = self._of("appears")
+        self._closed = self._of("closed")
+
+    def _of(self, kind: str | None) -> list[tuple[int, Matcher]]:
+        return [
+            (number, re.compile(os.fsencode(fnmatch.translate(pattern))).match)
+            for number, (wanted, pattern) in enumerate(self.rules)
+            if kind in (wanted, None)
+        ]
+
+    def renamed(self, name: bytes) -> None:
+        """Count a rename to this name."""
+        self._count(self._renamed, name)
+        self._count(self._appears, name)
+
+    def appeared(self, name: bytes) -> None:
+        """Count a new name."""
+        self._count(self._appears, name)
+
+    def closed(self, name: bytes) -> None:
+        """Count the end of a handle that could write."""
+        self._count(self._closed, name)
+
+    def lost(self, name: bytes) -> None:
+        """Count the removal of a file that was in no cut."""
+        for number, matches in self._any:
+            if matches(name):
+                self._lost[number] += 1
+
+    def _count(self, rules: list[tuple[int, Matcher]], name: bytes) -> None:
+        for number, matches in rules:
+            if matches(name):
+                self._counts[number] += 1
+
+    def take(self) -> tuple[list[int], list[int]]:
+        """Return the counts of events and of lost files since the last call."""
+        counts, self._counts = self._counts, [0] * len(self.rules)
+        lost, self._lost = self._lost, [0] * len(self.rules)
+        return counts, lost
+
 
 _LOOKED_AT_ONCE: Final = 32
 """Names of a listing that are looked at before their nodes are made, with one lock and one record for all."""

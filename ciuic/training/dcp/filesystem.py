@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ciuic.errors import CiuicError, NotFound
-from ciuic.training.dcp.pointer import (
+from ciuic.training.dcp.metadata import (
     CheckpointPointer,
     find_snapshot,
     pointer_path,

@@ -25,10 +25,9 @@ from support.until import until_async
 
 from ciuic.config import AlertConfig, load_config
 from ciuic.config.keys import shown
-from ciuic.daemon.base.alert_hook import AlertNotice
+from ciuic.daemon.base.alert_hook import NOTIFY_MODULE, AlertNotice, Deliveries, message_of
 from ciuic.daemon.base.events import Alerts, EventBus
-from ciuic.daemon.deliveries import NOTIFY_MODULE, Deliveries, message_of
-from ciuic.daemon.notify_process import NotifyJob, ping_url
+from ciuic.daemon.base.notify_process import NotifyJob, ping_url
 from ciuic.errors import ConfigError
 from ciuic.protocol.control_types import SnapshotState
 from ciuic.system.child_process import environment, module_command
@@ -214,7 +213,7 @@ def test_a_message_that_is_not_delivered_is_an_alert(monkeypatch: pytest.MonkeyP
             events.emit("snapshot_committed", snapshot=committed)
             await until_async(lambda: "notify:ping" not in alerts)
 
-        monkeypatch.setattr("ciuic.daemon.deliveries._PAUSES_SECONDS", (0.0, 0.0, 0.0))
+        monkeypatch.setattr("ciuic.daemon.base.alert_hook._PAUSES_SECONDS", (0.0, 0.0, 0.0))
         keys, logs = follow(AlertConfig(ping=f"http://{web.place}/s3cret"), story)
     assert keys == []
     assert [entry["event"] for entry in logs] == ["message_not_sent", "message_sent"]

@@ -13,7 +13,7 @@ import trio
 from ciuic.config import PreemptionConfig
 from ciuic.daemon import preemption
 from ciuic.daemon.base.events import Alerts, EventBus
-from ciuic.daemon.notice_process import NoticeLine
+from ciuic.daemon.jobs import NoticeLine
 from ciuic.daemon.preemption import Preemption
 from ciuic.errors import CiuicError
 from ciuic.protocol.control_types import SnapshotRequest

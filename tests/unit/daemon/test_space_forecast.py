@@ -13,7 +13,7 @@ from ciuic.config import AlertConfig
 from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.metrics import Metrics
 from ciuic.daemon.housekeeping import DaemonHousekeeping
-from ciuic.daemon.space_forecast import HISTORY_NAME, SpaceForecast, SpaceSample, growth_rate
+from ciuic.daemon.snapshots.space_watch import HISTORY_NAME, SpaceForecast, SpaceSample, growth_rate
 from ciuic.protocol.control_types import RepositoryStatus, StatusDocument
 
 GIB = 1 << 30

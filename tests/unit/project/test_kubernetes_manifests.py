@@ -215,7 +215,7 @@ def test_probes_start_no_program_and_end_no_overlay() -> None:
 
 def test_a_probe_says_what_is_wrong_and_one_check_serves_all_who_ask() -> None:
     """Status 200 while a check returns, 503 with its words where it raises; callers at one time share it."""
-    health: Any = importlib.import_module("ciuic.operator.health")
+    health: Any = importlib.import_module("ciuic.operator.program")
     aiohttp: Any = importlib.import_module("aiohttp")
     flaws: list[str] = []
     checks = 0

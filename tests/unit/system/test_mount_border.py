@@ -13,7 +13,7 @@ from support.restoring import take
 from ciuic.compare.diff import diff_restored
 from ciuic.config import RootConfig
 from ciuic.config.places import check_root
-from ciuic.daemon.capture.roots import RootUnreadable
+from ciuic.daemon.capture.process import RootUnreadable
 from ciuic.daemon.roots.mount_hooks import _open_root
 from ciuic.errors import UsageError
 from ciuic.repository import Repository

@@ -21,9 +21,8 @@ from support.cli_repository import FIRST_NS, CliRepository, directory, store_tre
 
 from ciuic.daemon.base.events import Alerts, EventBus, Wakeup
 from ciuic.daemon.base.settings import RootSettings, Settings
-from ciuic.daemon.good_checkpoints import GoodCheckpoints
 from ciuic.daemon.housekeeping import DaemonHousekeeping
-from ciuic.daemon.verdicts import Verdicts
+from ciuic.daemon.verdicts import GoodCheckpoints, Verdicts
 from ciuic.errors import Damaged
 from ciuic.history import checkpoints, judge_snapshot, last_good, timelines
 from ciuic.repository import Repository

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from ciuic.daemon.base.spans import SnapshotCourse, SpanWriter
+from ciuic.daemon.base.metrics import SnapshotCourse, SpanWriter
 from ciuic.protocol.span_spool import SPANS_NAME, SpoolPosition, read_spans
 from ciuic.repository import Repository
 

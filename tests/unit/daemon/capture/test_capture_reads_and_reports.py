@@ -35,7 +35,7 @@ from ciuic.daemon.capture.job import (
     decode_message,
     encode_job,
 )
-from ciuic.daemon.capture.roots import Report, RootUnreadable
+from ciuic.daemon.capture.process import Report, RootUnreadable
 from ciuic.daemon.capture.space import NoRoom
 from ciuic.errors import Busy, NotFound
 from ciuic.fuse_layer.core.overlay_core import ROOT_ID, Credentials, OverlayCore

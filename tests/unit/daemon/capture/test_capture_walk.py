@@ -16,9 +16,9 @@ from support.core_driver import PATHS, path_of
 from support.trees import assert_same, make_everything, manifest
 
 from ciuic.daemon.capture import content, view
-from ciuic.daemon.capture import roots as capture_root
+from ciuic.daemon.capture import process as capture_root
 from ciuic.daemon.capture.job import CaptureProgress, RootJob
-from ciuic.daemon.capture.roots import Interrupted, Report, RootUnreadable
+from ciuic.daemon.capture.process import Interrupted, Report, RootUnreadable
 from ciuic.errors import CiuicError, Damaged
 from ciuic.fuse_layer.core.overlay_core import ROOT_ID, Credentials, SetAttr
 from ciuic.fuse_layer.system import syscalls

@@ -12,7 +12,7 @@ import pytest
 from support.capture_bench import MemoryRepository
 
 from ciuic.daemon.capture.job import RootJob
-from ciuic.daemon.capture.roots import Report, capture_root
+from ciuic.daemon.capture.process import Report, capture_root
 from ciuic.daemon.capture.view import OfflineLog, SealedView, open_log
 from ciuic.fuse_layer.undo_format import (
     InodeRecord,

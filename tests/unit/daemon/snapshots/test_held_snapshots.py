@@ -10,7 +10,7 @@ import trio
 import trio.testing
 from support.fake_daemon import Bench, FakeOverlay
 
-from ciuic.daemon.snapshots.held_snapshots import HeldSnapshots
+from ciuic.daemon.snapshots.requests import HeldSnapshots
 from ciuic.errors import CiuicError, NotFound, Unreachable, UsageError
 from ciuic.protocol.control_types import MAX_HOLD_LIMIT_SECONDS, HoldRequest, SnapshotRequest
 from ciuic.types import SetMember

@@ -11,8 +11,8 @@ import trio.testing
 
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.settings import RootSettings, Settings
-from ciuic.daemon.snapshots import reserve
-from ciuic.daemon.snapshots.reserve import SpaceWatch
+from ciuic.daemon.snapshots import space_watch
+from ciuic.daemon.snapshots.space_watch import SpaceWatch
 from ciuic.errors import Damaged
 from ciuic.protocol.control_types import RepositoryStatus
 from ciuic.retention import MinFree
@@ -49,7 +49,7 @@ class Watched:
             interval_seconds=INTERVAL_SECONDS,
         )
         self.watch = SpaceWatch(lambda: self.settings, lambda: self.disk, lambda: self.at)
-        monkeypatch.setattr(reserve, "_is_on", lambda root, home, mounts: same_disk)
+        monkeypatch.setattr(space_watch, "_is_on", lambda root, home, mounts: same_disk)
 
     def reserve_gib(self, after_seconds: float = 30) -> int:
         self.at += after_seconds
@@ -154,7 +154,7 @@ def test_samples_stay_few(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3_500):
         watched.disk.others = 100 * GIB + min(number, 3_500 - number) * (2 * GIB // 35)
         watched.reserve_gib(1)
-    assert len(watched.watch._samples) <= reserve._MAX_SAMPLES + 2
+    assert len(watched.watch._samples) <= space_watch._MAX_SAMPLES + 2
     assert watched.reserve_gib(0.1) in (98, 99, 100)
 
 
@@ -162,7 +162,7 @@ def test_schedule_waits_for_space_after_a_full_disk() -> None:
     """The schedule waits after a snapshot failed for space until as much is free, a day at most."""
 
     async def main() -> None:
-        shortage = reserve.Shortage()
+        shortage = space_watch.Shortage()
         assert shortage.needed_bytes() == 0
         # This one failed for another reason.
         shortage.met(0)

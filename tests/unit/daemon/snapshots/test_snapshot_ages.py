@@ -16,7 +16,7 @@ from ciuic.daemon.base.metrics import Metrics
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.runtime import RuntimeDirectory
 from ciuic.daemon.housekeeping import DaemonHousekeeping
-from ciuic.daemon.snapshots.snapshot_ages import SnapshotAges
+from ciuic.daemon.snapshots.schedule import SnapshotAges
 from ciuic.protocol.control_types import RootStatus, StatusDocument
 
 _SECOND = 10**9

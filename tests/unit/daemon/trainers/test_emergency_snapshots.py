@@ -11,9 +11,15 @@ import trio
 import trio.testing
 
 from ciuic.daemon.base.events import Alerts, EventBus
-from ciuic.daemon.trainers.emergency import MAX_ALERTS, Emergencies
-from ciuic.daemon.trainers.registry import RETURN_SECONDS, TrainerRegistry, WatchRecord
-from ciuic.daemon.trainers.trainer import ProcessIdentity, WatchedTrainer
+from ciuic.daemon.trainers.registry import (
+    MAX_ALERTS,
+    RETURN_SECONDS,
+    Emergencies,
+    ProcessIdentity,
+    TrainerRegistry,
+    WatchedTrainer,
+    WatchRecord,
+)
 from ciuic.errors import CiuicError
 from ciuic.protocol.control_types import Event, Incident, SnapshotRequest, SnapshotState
 from ciuic.protocol.heartbeat_page import Goodbye, HeartbeatPage

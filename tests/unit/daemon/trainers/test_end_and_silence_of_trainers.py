@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ciuic.config import TrainerConfig
-from ciuic.daemon.trainers.trainer import ProcessIdentity, WatchedTrainer, judge
+from ciuic.daemon.trainers.registry import ProcessIdentity, WatchedTrainer, judge
 from ciuic.daemon.trainers.watch import look_at
 from ciuic.protocol.heartbeat_page import (
     Goodbye,

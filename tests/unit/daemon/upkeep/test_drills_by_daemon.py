@@ -22,11 +22,10 @@ from ciuic.config import load_config
 from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.metrics import Metrics
 from ciuic.daemon.base.settings import Settings, settings_of
-from ciuic.daemon.drills import KEY_DRILL, KEY_LATE, Drills, next_drill_ns
+from ciuic.daemon.drills import KEY_DRILL, KEY_LATE, Drills, is_memory_short, next_drill_ns
 from ciuic.protocol.control_types import StatusDocument, rfc3339
 from ciuic.protocol.last_drill import LastDrill, add_drill, drill_status, read_drills
 from ciuic.repository import Repository
-from ciuic.system.memory import is_memory_short
 
 WEEK = 7 * 86_400
 NOW_NS = time.time_ns()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from ciuic.fuse_layer.core.free_space import RoomForUnseen
+from ciuic.fuse_layer.core.overlay_hooks import RoomForUnseen
 
 
 def test_a_disk_that_cannot_be_asked_fails_no_call_of_the_job() -> None:

@@ -13,8 +13,7 @@ import pytest
 from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.core.overlay_core import ROOT_ID, OverlayCore
 from ciuic.fuse_layer.fuse_protocol import FuseRequest
-from ciuic.fuse_layer.kernel.driver import KernelDriver
-from ciuic.fuse_layer.kernel.modes import OpenModes, OpenPlan
+from ciuic.fuse_layer.kernel.driver import KernelDriver, OpenModes, OpenPlan
 from ciuic.fuse_layer.kernel.negotiation import Negotiated
 
 _LABEL = p.SECCTX.pack(5, 0) + b"security.test\0" + b"label"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ciuic.fuse_layer import fuse_protocol as p
-from ciuic.fuse_layer.kernel.modes import OpenModes
+from ciuic.fuse_layer.kernel.driver import OpenModes
 from ciuic.fuse_layer.state.open_rules import OpenPreference
 
 COEXISTS = {

@@ -10,7 +10,7 @@ import pyfuse3
 import pytest
 import trio
 
-from ciuic.fuse_layer.pyfuse3_worker import serve_requests
+from ciuic.fuse_layer.pyfuse3_driver import serve_requests
 
 if sys.version_info < (3, 11):
     from exceptiongroup import ExceptionGroup

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.fuse_layer.pyfuse3_worker import HandshakeFailed, completed_reply
+from ciuic.fuse_layer.pyfuse3_driver import HandshakeFailed, completed_reply
 
 O_TRUNC, KILLPRIV, SYMLINKS, KILLPRIV_V2 = 1 << 3, 1 << 19, 1 << 23, 1 << 28
 FLAGS = st.integers(0, 2**32 - 1)

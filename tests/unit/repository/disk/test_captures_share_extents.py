@@ -14,8 +14,7 @@ import pytest
 from support.extents import overlap_bytes, shared_extents
 
 from ciuic.daemon.capture.job import CaptureJob, RootJob
-from ciuic.daemon.capture.process import run_job
-from ciuic.daemon.capture.roots import Report
+from ciuic.daemon.capture.process import Report, run_job
 from ciuic.repository import Repository, extent_sharing
 from ciuic.repository.block_maps import blocks_of
 from ciuic.repository.extent_sharing import Stage, StagedFile

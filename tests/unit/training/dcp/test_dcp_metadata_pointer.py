@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.training.dcp.pointer import (
+from ciuic.training.dcp.metadata import (
     CheckpointPointer,
     decode_checkpoint_pointer,
     pointer_path,

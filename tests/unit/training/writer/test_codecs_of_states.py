@@ -18,8 +18,8 @@ from ciuic.training.free_resources import CpuIdle
 from ciuic.training.rules import EverySteps, Keep, Latest
 from ciuic.training.writer import codecs
 from ciuic.training.writer.codecs import CodecChooser
-from ciuic.training.writer.committing import LastCommit, commit
 from ciuic.training.writer.messages import Manifest, ManifestFile, RetentionRules
+from ciuic.training.writer_process import LastCommit, commit
 from ciuic.types import ChunkId, Snapshot
 
 _BLOCK = 65536

@@ -20,8 +20,8 @@ from ciuic.training.writer.codecs import (
     find_copies,
     order_masters_last,
 )
-from ciuic.training.writer.committing import LastCommit, commit
 from ciuic.training.writer.messages import Manifest, ManifestFile, RetentionRules
+from ciuic.training.writer_process import LastCommit, commit
 from ciuic.types import Snapshot
 
 _BLOCK = 65536

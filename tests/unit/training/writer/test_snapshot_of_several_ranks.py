@@ -14,8 +14,8 @@ from ciuic.maintenance.prune import prune
 from ciuic.repository import Repository, RepositoryExists
 from ciuic.training.format.stored_files import Files, top_of
 from ciuic.training.remote.place import ensure_repository
-from ciuic.training.writer.committing import LastCommit, commit, put_files
 from ciuic.training.writer.messages import Manifest, ManifestFile, StoredFile
+from ciuic.training.writer_process import LastCommit, commit, put_files
 from ciuic.types import SnapshotId
 
 

@@ -1,4 +1,4 @@
-"""Process that delivers one message over the network: `python -m ciuic.daemon.notify_process`.
+"""Process that delivers one message over the network: `python -m ciuic.daemon.base.notify_process`.
 
 Standard input: one `NotifyJob` as JSON. It runs as a service of its own where the daemon has no network (`ciuic.daemon.base.alert_hook`).
 Guarantees: URLs, which have passwords and tokens in them, are in no argument, no environment variable and nothing that is printed; a
