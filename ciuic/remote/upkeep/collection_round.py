@@ -47,7 +47,7 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 
 from ciuic.errors import Damaged, NotFound
-from ciuic.maintenance.chunkset import ChunkSet
+from ciuic.maintenance.chunkset import NeededChunks
 from ciuic.remote.documents import (
     MAX_MANIFESTS,
     MAX_PACKS,
@@ -99,7 +99,6 @@ from ciuic.remote.remote_index import ChunkCopy, RemoteIndex, cold_packs
 from ciuic.remote.sealing.sealer import TAG_BYTES, Sealer
 from ciuic.remote.upkeep.brake import Brake
 from ciuic.remote.writer_log import LogUpkeep, WriterLog, append_to_log
-from ciuic.repository import Walker
 from ciuic.repository.chunk_reader import MAX_READ_BASE_DEPTH
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.model import ChunkLocation, PackKind, PackRecord
@@ -194,25 +193,6 @@ def live_groups(index: RemoteIndex, live: LiveChunks) -> Iterator[tuple[bytes, l
             yield chunk, list(copies)
 
 
-class NeededChunks:
-    """Chunks that snapshots refer to. May claim, once in 10^12 lookups, to have one that it has not."""
-
-    def __init__(self) -> None:
-        # Nodes exactly, because a wrong "seen" would skip a subtree; data by fingerprints of 11 to 16 bytes.
-        self.nodes: set[ChunkId] = set()
-        self.data = ChunkSet()
-
-    def __contains__(self, chunk: object) -> bool:
-        return chunk in self.nodes or chunk in self.data
-
-    def __len__(self) -> int:
-        return len(self.nodes) + len(self.data)
-
-    def add(self, chunk: ChunkId) -> None:
-        """Add a chunk."""
-        self.data.add(chunk)
-
-
 # Manifests that are read ahead of the walk: the cache keeps them until then.
 _MANIFESTS_AHEAD: Final = 256
 _MANIFEST_THREADS: Final = 16
@@ -232,12 +212,14 @@ def live_chunks(
     """
 
     def mark(snapshots: Mapping[str, LiveManifest]) -> NeededChunks:
+        # Trees may have moved to new packs since the reader listed them, in a round of this very collection.
+        reader.lookup.refresh()
         manifests = Manifests(reader.space, reader.cache)
         # By manifest, because ids of snapshots may occur twice.
         entries = {name: CommittedEntry(live, manifests) for name, live in snapshots.items()}
         found = RemoteSnapshots(entries)
         needed = NeededChunks()
-        walker = Walker(RemoteRepository(reader, found), seen=needed.nodes, seen_data=needed.data)
+        walker = needed.walker(RemoteRepository(reader, found))
         names = list(entries)
         for start in range(0, len(names), _MANIFESTS_AHEAD):
             some = names[start : start + _MANIFESTS_AHEAD]
