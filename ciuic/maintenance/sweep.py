@@ -102,7 +102,10 @@ class Survey:
 
 
 def survey(
-    repository: OpenRepository, live: Callable[[ChunkId], bool], should_stop: StopCheck | None = None
+    repository: OpenRepository,
+    live: Callable[[ChunkId], bool],
+    should_stop: StopCheck | None = None,
+    progress: Progress | None = None,
 ) -> Survey:
     """Return the use of every pack.
 
@@ -110,9 +113,12 @@ def survey(
         SweepStopped: ``should_stop`` returned True.
     """
     found = Survey()
-    for pack in repository.packs():
+    packs = repository.packs()
+    for done, pack in enumerate(packs):
         if should_stop is not None and should_stop():
             raise SweepStopped
+        if progress is not None:
+            progress("reading pack tables", done, len(packs))
         try:
             # The strict list: a pack of which a record is missing would seem to be dead.
             found.uses.append(_use(pack, repository.pack_records(pack.number), live))

@@ -49,7 +49,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from ciuic.errors import Damaged, NotFound
-from ciuic.maintenance.check import CheckFinding, CheckReport, Kind, Severity
+from ciuic.maintenance.check import CheckFinding, CheckReport, Severity, add_damage
 from ciuic.maintenance.verify import Damage, VerifyProgress, verify_snapshots
 from ciuic.remote.access import KeySlots
 from ciuic.remote.documents import (
@@ -205,7 +205,7 @@ def _check_logs(reader: SpaceReader, report: CheckReport) -> None:
         for lost in _find_lost_commits(reader, logs):
             text = f"{lost.live.snapshot} of {lost.manifest.host} is stored, and no readable entry commits it"
             hint = "ciuic check --remote --repair commits it again"
-            report.findings.append(CheckFinding("warning", "log", text, hint, snapshot=lost.live.snapshot))
+            report.findings.append(CheckFinding("warning", "log", text, hint, (str(lost.live.snapshot),)))
             report.damaged_snapshots.add(str(lost.live.snapshot))
 
 
@@ -603,12 +603,6 @@ def _check_pack(
 
 
 _REPAIR_HINT = "ciuic check --remote --repair, on a host whose repository has it"
-_KINDS: dict[str, Kind] = {
-    "snapshot": "snapshot",
-    "pack": "pack",
-    "data": "damaged chunk",
-    "xattrs": "damaged chunk",
-}
 
 
 class SpaceDamage(NamedTuple):
@@ -696,8 +690,7 @@ def _check_space(
         ref = parse_pack(damage.file.removeprefix(f"{space.objects.url}/"))
         if damage.kind == "pack" and damage.chunk is None and ref in damaged:
             continue
-        report.findings.append(_finding(damage))
-        report.damaged_snapshots.update(map(str, damage.snapshots))
+        add_damage(report, damage, _REPAIR_HINT, in_pack=bool(damage.file))
         if ref is not None:
             damaged.add(ref)
         if damage.chunk is not None:
@@ -717,16 +710,6 @@ def _pack_kind(damage: Damage, ref: PackRef | None) -> PackKind:
     if ref is not None:
         return split_ref(ref)[0]
     return "data" if damage.kind == "data" else "meta"
-
-
-def _finding(damage: Damage) -> CheckFinding:
-    where = damage.path.decode(errors="surrogateescape") if damage.path else damage.file
-    snapshots = ", ".join(damage.snapshots)
-    text = f"{where}: {damage.reason}" + (f"; in {snapshots}" if snapshots else "")
-    missing = damage.chunk is not None and not damage.file
-    kind: Kind = "missing chunk" if missing else _KINDS.get(damage.kind, "structure")
-    snapshot = str(damage.snapshots[0]) if damage.snapshots else ""
-    return CheckFinding("error", kind, text, _REPAIR_HINT, snapshot=snapshot, chunk=damage.chunk)
 
 
 def _check_rounds(reader: SpaceReader, report: CheckReport) -> None:

@@ -137,7 +137,7 @@ def test_a_missing_pack_is_reported_with_paths_and_snapshots(
     missing = [finding for finding in report.findings if finding.kind == "missing chunk"]
     # A pack may hold blocks of several files, and blocks are checked in the order of their ids.
     assert any("model.bin" in finding.message for finding in missing)
-    assert {finding.snapshot for finding in missing} == {snapshot.id}
+    assert {one for finding in missing for one in finding.snapshots} == {snapshot.id}
 
 
 def test_a_damaged_tree_is_named_and_makes_no_garbage(repository: Repository, snapshot: Snapshot) -> None:
