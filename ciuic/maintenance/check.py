@@ -126,7 +126,7 @@ _DAMAGED_CHUNKS: Final = ("data", "xattrs")
 
 def add_damage(report: CheckReport, damage: Damage, hint: str, *, in_pack: bool) -> CheckFinding:
     """Add to the report what a verification found, of a repository or a remote; ``in_pack``: a pack has the chunk, or is damaged itself."""
-    where = damage.path.decode(errors="surrogateescape") if damage.path else damage.file
+    where = damage.path.decode(errors="surrogateescape") if damage.path else damage.file or "the repository"
     where += f", block {damage.block}" if damage.block >= 0 else ""
     snapshots = ", ".join(damage.snapshots)
     text = f"{where}: {damage.reason}" + (f"; in {snapshots}" if snapshots else "")
@@ -360,18 +360,26 @@ class _Check:
         for number in content.packs:
             self.by_pack.setdefault(number, [])
         damaged: set[ChunkId] = set()
+        readable: dict[ChunkId, bool] = {}
         for damage in content.result.damages:
             number = numbers.get(damage.file, -1)
             if damage.kind == "pack" and damage.chunk is None and number in self.harmless:
                 continue
             hint = _HEAL
-            if damage.kind == "snapshot":
+            if damage.kind == "snapshot" and damage.file:
                 hint = f"restore the file from another copy, or give the snapshot up: `ciuic forget {damage.snapshots[0]}`"
             finding = add_damage(self.report, damage, hint, in_pack=number >= 0)
-            if number >= 0:
-                self.by_pack.setdefault(number, []).append(finding)
+            if number < 0:
+                self.lost.update(() if damage.chunk is None else (damage.chunk,))
+                continue
             if damage.chunk is not None:
-                (damaged if number >= 0 else self.lost).add(damage.chunk)
+                if damage.chunk not in readable:
+                    readable[damage.chunk] = self.is_readable(damage.chunk)
+                # What is read as it was stored, and does not fit what refers to it, is mended by no other copy.
+                if readable[damage.chunk] and damage.kind != "pack":
+                    continue
+                damaged.add(damage.chunk)
+            self.by_pack.setdefault(number, []).append(finding)
         if content.spent:
             message = f"{content.spent} damaged copies are no longer read: each chunk has a good copy"
             self.found("info", "damaged chunk", message, "no action is needed; the next repair removes them")
@@ -382,6 +390,13 @@ class _Check:
         self.lost |= without_good_copy
         for chunk in damaged - without_good_copy:
             self.mend(chunk, "another copy is good and is read from now on")
+
+    def is_readable(self, chunk: ChunkId) -> bool:
+        try:
+            self.repository.chunks.get(chunk)
+        except Damaged:
+            return False
+        return True
 
     def mend(self, chunk: ChunkId, done: str) -> None:
         """Mark the findings of a chunk as repaired."""
