@@ -82,6 +82,20 @@ class CheckReport:
     damaged_snapshots: set[str] = field(default_factory=set)
     """Snapshots that cannot be read whole."""
 
+    def found(
+        self,
+        severity: Severity,
+        kind: Kind,
+        message: str,
+        hint: str = "",
+        snapshots: tuple[str, ...] = (),
+        chunk: ChunkId | None = None,
+    ) -> CheckFinding:
+        """Add a finding."""
+        finding = CheckFinding(severity, kind, message, hint, snapshots, chunk)
+        self.findings.append(finding)
+        return finding
+
     @property
     def damaged(self) -> bool:
         """True if an error remains: exit code 4."""
@@ -137,10 +151,8 @@ def add_damage(report: CheckReport, damage: Damage, hint: str, *, in_pack: bool)
         kind = "damaged chunk"
     elif damage.kind in ("snapshot", "pack"):
         kind = damage.kind
-    finding = CheckFinding("error", kind, text, hint, tuple(map(str, damage.snapshots)), damage.chunk)
-    report.findings.append(finding)
-    report.damaged_snapshots.update(finding.snapshots)
-    return finding
+    report.damaged_snapshots.update(map(str, damage.snapshots))
+    return report.found("error", kind, text, hint, tuple(map(str, damage.snapshots)), damage.chunk)
 
 
 def check(
@@ -250,18 +262,13 @@ class _Check:
         if writer is not None and reached is not None and self.by_pack:
             self.replace_damaged_packs(writer, reached)
 
-    def found(self, severity: Severity, kind: Kind, message: str, hint: str = "") -> CheckFinding:
-        finding = CheckFinding(severity, kind, message, hint)
-        self.report.findings.append(finding)
-        return finding
-
     def show_progress(self, what: str, done: int, total: int) -> None:
         if self.progress is not None:
             self.progress(what, done, total)
 
     def check_configuration(self, writer: Writer | None) -> None:
         findings = [
-            self.found(
+            self.report.found(
                 "error", "configuration", words, "`ciuic check --repair` rewrites it from the good copy"
             )
             for words in self.repository.config_damage()
@@ -274,7 +281,7 @@ class _Check:
     def find_vanished_files(self) -> None:
         hint = "unless it was removed on purpose, restore the file from another copy before the next snapshot"
         for words in self.repository.snapshots.vanished():
-            self.found("warning", "snapshot", words, hint)
+            self.report.found("warning", "snapshot", words, hint)
 
     # --- index
 
@@ -285,7 +292,8 @@ class _Check:
         if not problems or not self.pack_sizes:
             return True
         findings = [
-            self.found("warning", "index", words, "`ciuic check --repair` rebuilds it") for words in problems
+            self.report.found("warning", "index", words, "`ciuic check --repair` rebuilds it")
+            for words in problems
         ]
         if writer is None:
             return False
@@ -311,10 +319,10 @@ class _Check:
         if not self.read_data:
             for number, words in self.repository.pack_problems():
                 if number not in damaged:
-                    self.found("error", "pack", words, _VERIFY_DATA)
+                    self.report.found("error", "pack", words, _VERIFY_DATA)
         if orphans:
             message = f"{plural(len(orphans), 'pack')} with {human_size(self.report.orphaned_bytes)} that no snapshot needs"
-            self.found("info", "orphaned pack", message, self.orphans_hint())
+            self.report.found("info", "orphaned pack", message, self.orphans_hint())
 
     def orphans_hint(self) -> str:
         """Return the advice that frees orphaned packs: prune, unless prune would refuse because snapshots may be missing."""
@@ -336,14 +344,14 @@ class _Check:
         for number, error in damaged.items():
             if number in self.harmless:
                 message = f"{error.message}; nothing that a snapshot needs is in the unreadable part"
-                self.found(
+                self.report.found(
                     "warning",
                     "pack",
                     message,
                     "an interrupted write leaves such packs; `ciuic prune` removes it",
                 )
             else:
-                finding = self.found("error", "pack", error.message, _VERIFY_DATA)
+                finding = self.report.found("error", "pack", error.message, _VERIFY_DATA)
                 self.by_pack.setdefault(number, []).append(finding)
 
     # --- content
@@ -382,7 +390,9 @@ class _Check:
             self.by_pack.setdefault(number, []).append(finding)
         if content.spent:
             message = f"{content.spent} damaged copies are no longer read: each chunk has a good copy"
-            self.found("info", "damaged chunk", message, "no action is needed; the next repair removes them")
+            self.report.found(
+                "info", "damaged chunk", message, "no action is needed; the next repair removes them"
+            )
         if writer is None or not damaged:
             return
         # Marked copies are not read any more; what comes back are chunks that have no other copy.

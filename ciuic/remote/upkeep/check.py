@@ -176,16 +176,16 @@ def _check_logs(reader: SpaceReader, report: CheckReport) -> None:
     for damaged in logs.damaged.values():
         for name, reason in damaged.problems.items():
             text = f"{name} is damaged: {reason}"
-            report.findings.append(CheckFinding("error", "log", text, "ciuic check --remote --repair"))
+            report.found("error", "log", text, "ciuic check --remote --repair")
     _tell_writers(reader, logs, report)
     for one in _unlogged(reader, logs):
         text = f"{one.name} is stored, and no log commits or removes it: {one.reason}"
-        report.findings.append(CheckFinding("error", "log", text, "ciuic check --remote --repair"))
+        report.found("error", "log", text, "ciuic check --remote --repair")
     if logs.damaged:
         for lost in _find_lost_commits(reader, logs):
             text = f"{lost.live.snapshot} of {lost.manifest.host} is stored, and no readable entry commits it"
             hint = "ciuic check --remote --repair commits it again"
-            report.findings.append(CheckFinding("warning", "log", text, hint, (str(lost.live.snapshot),)))
+            report.found("warning", "log", text, hint, (str(lost.live.snapshot),))
             report.damaged_snapshots.add(str(lost.live.snapshot))
 
 
@@ -202,7 +202,7 @@ def _tell_writers(reader: SpaceReader, logs: LogReader, report: CheckReport) -> 
         )
         if number > 1:
             text = f"{number} writers upload the repository {repository}, each with a retention of its own"
-            report.findings.append(CheckFinding("info", "log", text, SEVERAL_WRITERS))
+            report.found("info", "log", text, SEVERAL_WRITERS)
 
 
 def _unlogged(reader: SpaceReader, logs: LogReader) -> list[UnloggedManifest]:
@@ -526,7 +526,7 @@ def check_remote(
 def _check_top(opened: ReadableRemote, report: CheckReport) -> None:
     """Add lost identities of repositories, and key slots that cannot be used, to the report."""
     for lost in opened.lost_spaces:
-        report.findings.append(CheckFinding("error", "configuration", lost.message, lost.hint or ""))
+        report.found("error", "configuration", lost.message, lost.hint or "")
     slots = KeySlots(opened.remote.objects)
     opened.readers[0].retry.call(slots.all)
     for one in slots.unusable:
@@ -536,7 +536,7 @@ def _check_top(opened: ReadableRemote, report: CheckReport) -> None:
             ", and keys add with another key" if is_ours else ""
         )
         severity: Severity = "error" if is_ours else "warning"
-        report.findings.append(CheckFinding(severity, "key slot", one.problem.message, hint))
+        report.found(severity, "key slot", one.problem.message, hint)
 
 
 def _check_space(
@@ -558,7 +558,7 @@ def _check_space(
             hint = "what snapshots need of it is reported as well, and nothing else is lost"
             if isinstance(found, ArchivedObject):
                 hint = "its copy of the table is lost: ciuic remote thaw the snapshots that lack chunks, then ciuic remote tier"
-            report.findings.append(CheckFinding("error", "pack", found.message, hint))
+            report.found("error", "pack", found.message, hint)
     # Tables that decayed since the cache learned them say nothing any more.
     reader.lookup.refresh()
     reader.lookup.forget(damaged)
@@ -578,7 +578,7 @@ def _check_space(
             snapshots.update(map(str, damage.snapshots))
     if reader.archived:
         text = f"{plural(len(reader.archived), 'pack is', 'packs are')} archived, and not read"
-        report.findings.append(CheckFinding("info", "pack", text, "thaw them first: ciuic remote thaw"))
+        report.found("info", "pack", text, "thaw them first: ciuic remote thaw")
     report.snapshots += len(result.snapshots)
     report.packs += len(packs)
     report.stored_bytes += sum(info.size_bytes for info in packs.values())
@@ -602,15 +602,13 @@ def _check_rounds(reader: SpaceReader, report: CheckReport) -> None:
                 read_round(reader.space.objects, reader.space.sealer, rounds.finished, "done")
     except (Damaged, UnsupportedFormat) as error:
         hint = "" if isinstance(error, UnsupportedFormat) else "ciuic check --remote --repair"
-        report.findings.append(CheckFinding("error", "round", error.message, hint))
+        report.found("error", "round", error.message, hint)
         return
     for problem in rounds.damaged.values():
-        report.findings.append(CheckFinding("error", "round", problem.message, problem.hint or ""))
+        report.found("error", "round", problem.message, problem.hint or "")
     if rounds.unfinished is not None and not rounds.damaged:
         text = f"the collection {rounds.unfinished} is under way or was interrupted"
-        report.findings.append(
-            CheckFinding("info", "round", text, "ciuic prune --remote ends it; uploads go on")
-        )
+        report.found("info", "round", text, "ciuic prune --remote ends it; uploads go on")
 
 
 # A node that is stored again may refer to others that are missing: as many passes as trees are deep.
