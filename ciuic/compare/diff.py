@@ -206,10 +206,6 @@ class _Side(NamedTuple):
         """Return the entry with the attributes of its inode, if it is one of several names."""
         return resolve(self.repository, self.root, entry)
 
-    def xattrs(self, entry: Entry) -> tuple[tuple[bytes, bytes], ...]:
-        """Return the entry's extended attributes."""
-        return self.repository.trees.xattrs(entry)
-
 
 def diff_snapshots(
     repository: Repository, old: Snapshot, new: Snapshot, path: bytes | None = None
@@ -322,9 +318,7 @@ class _SnapshotWalk:
         if stat.S_IFMT(old.mode) != stat.S_IFMT(new.mode):
             return PathChange("retyped", path, old, new)
         details = attribute_details(old, new)
-        assert self._old is not None
-        assert self._new is not None
-        if self._old.xattrs(old) != self._new.xattrs(new):
+        if self._trees.xattrs(old) != self._trees.xattrs(new):
             details.append("xattrs")
         if old.is_file and (old.content, old.map_height) != (new.content, new.map_height):
             details.insert(0, "content")
@@ -521,7 +515,7 @@ class _LiveWalk:
         details = attribute_details(old, new)
         # Read only for names that both sides have: of an added file no attribute is compared.
         new = msgspec.structs.replace(new, xattrs=node.child_xattrs(name))
-        if tuple(sorted(self._side.xattrs(old))) != new.xattrs:
+        if tuple(sorted(self._repository.trees.xattrs(old))) != new.xattrs:
             details.append("xattrs")
         if old.is_file and self._content_differs(node, name, old, new):
             details.insert(0, "content")

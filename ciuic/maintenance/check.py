@@ -8,7 +8,8 @@ are, because other tools may still read them.
 
 A check reads the structure of every snapshot, and header, size and footer of every pack; with ``read_data`` also every byte of
 every pack. What was not read is not called sound. Its `CheckReport`, which checks of remotes return as well, has the findings
-with their severity. ciuic.maintenance.verify names the files of snapshots that damage touches.
+with their severity. What snapshots need is verified, and the files that damage touches are named, by ciuic.maintenance.verify, as of
+a remote.
 
 Of a live file, a block is accepted only when its id, computed by the writer, is the lost one. Every reference of every readable
 snapshot is tried, under each name of a file that has several, and damage to one hides no other. Only regular files are opened, and no
@@ -18,20 +19,20 @@ link is followed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from ciuic.errors import Damaged, NotFound
-from ciuic.maintenance.chunkset import ChunkSet
-from ciuic.maintenance.references import ReferenceFinder
-from ciuic.maintenance.sweep import add_bases, all_listed
-from ciuic.repository import Repository, Walker, Writer
+from ciuic.maintenance.chunkset import NeededChunks
+from ciuic.maintenance.sweep import Progress, add_bases, all_listed, survey
+from ciuic.maintenance.verify import Damage, Verification, VerifyProgress
+from ciuic.repository import Repository, Writer
 from ciuic.repository import log as _log
 from ciuic.repository.locks import is_claimed
-from ciuic.repository.snapshot_walk import Reached
+from ciuic.repository.model import PackDamage
 from ciuic.system.disk import open_regular
-from ciuic.types import ChunkId, Snapshot, SnapshotId
+from ciuic.types import ChunkId, SnapshotId
 from ciuic.units import human_size, plural
 
 Kind = Literal[
@@ -58,8 +59,8 @@ class CheckFinding:
     kind: Kind
     message: str
     hint: str = ""
-    snapshot: str = ""
-    """A snapshot that the problem concerns; there may be more."""
+    snapshots: tuple[str, ...] = ()
+    """Snapshots that the problem concerns, as far as they are known."""
     chunk: ChunkId | None = None
     repaired: bool = False
 
@@ -79,7 +80,21 @@ class CheckReport:
     data_read: bool = False
     """True if every byte of every pack was read."""
     damaged_snapshots: set[str] = field(default_factory=set)
-    """Snapshots of a remote that cannot be read whole."""
+    """Snapshots that cannot be read whole."""
+
+    def found(
+        self,
+        severity: Severity,
+        kind: Kind,
+        message: str,
+        hint: str = "",
+        snapshots: tuple[str, ...] = (),
+        chunk: ChunkId | None = None,
+    ) -> CheckFinding:
+        """Add a finding."""
+        finding = CheckFinding(severity, kind, message, hint, snapshots, chunk)
+        self.findings.append(finding)
+        return finding
 
     @property
     def damaged(self) -> bool:
@@ -100,52 +115,6 @@ def summary(report: CheckReport) -> str:
     return f"{looked}: {verdict}"
 
 
-def _heal_from_live_files(
-    repository: Repository, writer: Writer, lost: Collection[ChunkId]
-) -> Iterator[tuple[ChunkId, bytes]]:
-    """Yield each chunk that was stored anew, with the path of its live file. Durable when the writer has flushed."""
-    left = set(lost)
-    # Newest first: the paths of the newest snapshot are the most likely to exist still.
-    for id_ in repository.snapshots.ids():
-        if not left:
-            return
-        try:
-            snapshot = repository.snapshots.load(id_)
-        except Damaged:
-            # The check has reported it; other snapshots may lead to the same blocks.
-            continue
-        for chunk, path, offset, length in list(_places(repository, snapshot, left)):
-            data = _live_block(path, offset, length) if chunk in left else None
-            # The file may have changed since the snapshot: the id decides.
-            if data is not None and writer.chunk_id(data) == chunk:
-                writer.put_chunk(data)
-                left.discard(chunk)
-                yield chunk, path
-
-
-def _places(
-    repository: Repository, snapshot: Snapshot, lost: Collection[ChunkId]
-) -> Iterator[tuple[ChunkId, bytes, int, int]]:
-    """Yield (chunk, absolute path, offset, length) for every lost block of the snapshot."""
-    bad = set(lost)
-    lengths: dict[ChunkId, int] = {}
-    block_size = repository.block_size
-
-    def unreadable(reached: Reached, _error: Damaged) -> None:
-        # Names below a damaged node cannot be found; all others can.
-        bad.add(reached.id)
-
-    for reached in Walker(repository).walk(snapshot, on_damage=unreadable):
-        if reached.kind == "data" and reached.id in lost and reached.entry is not None:
-            # The last block of a file is shorter than the others.
-            lengths[reached.id] = min(block_size, reached.entry.size_bytes - reached.block * block_size)
-    if not lengths:
-        return
-    for place in ReferenceFinder(repository, bad).references(snapshot):
-        if place.kind == "data" and place.chunk in lengths:
-            yield place.chunk, place.path, place.block * block_size, lengths[place.chunk]
-
-
 def _live_block(path: bytes, offset: int, length: int) -> bytes | None:
     """Return the block as the live file has it now; None if there is no such file or it is too short."""
     try:
@@ -162,10 +131,28 @@ def _live_block(path: bytes, offset: int, length: int) -> bytes | None:
     return data if len(data) == length and length > 0 else None
 
 
-Progress = Callable[[str, int, int], None]
+_HEAL: Final = "`ciuic check --repair --read-data` heals what it can"
+_VERIFY_DATA: Final = (
+    f"`ciuic verify --all --checksum` names the files and snapshots that it touches; {_HEAL}"
+)
+_DAMAGED_CHUNKS: Final = ("data", "xattrs")
 
-_VERIFY = "`ciuic verify --all` names the files and snapshots that it touches"
-_VERIFY_DATA = "`ciuic verify --all --checksum` names the files and snapshots that it touches; `ciuic check --repair --read-data` heals what it can"
+
+def add_damage(report: CheckReport, damage: Damage, hint: str, *, in_pack: bool) -> CheckFinding:
+    """Add to the report what a verification found, of a repository or a remote; ``in_pack``: a pack has the chunk, or is damaged itself."""
+    where = damage.path.decode(errors="surrogateescape") if damage.path else damage.file or "the repository"
+    where += f", block {damage.block}" if damage.block >= 0 else ""
+    snapshots = ", ".join(damage.snapshots)
+    text = f"{where}: {damage.reason}" + (f"; in {snapshots}" if snapshots else "")
+    kind: Kind = "structure"
+    if damage.chunk is not None and not in_pack:
+        kind = "missing chunk"
+    elif damage.kind in _DAMAGED_CHUNKS or (damage.kind == "pack" and damage.chunk is not None):
+        kind = "damaged chunk"
+    elif damage.kind in ("snapshot", "pack"):
+        kind = damage.kind
+    report.damaged_snapshots.update(map(str, damage.snapshots))
+    return report.found("error", kind, text, hint, tuple(map(str, damage.snapshots)), damage.chunk)
 
 
 def check(
@@ -205,18 +192,36 @@ def check(
     return run.report
 
 
-class _Reached:
-    """Chunks that a snapshot refers to: a predicate with a length."""
+class _Contents(Verification):
+    """Verification of all snapshots and packs, which notes in what packs it met damaged chunks."""
 
-    def __init__(self, nodes: set[ChunkId], data: ChunkSet) -> None:
-        self._nodes = nodes
-        self._data = data
+    def __init__(
+        self,
+        repository: Repository,
+        read_data: bool,
+        covered: bool,
+        progress: Callable[[VerifyProgress], None],
+    ) -> None:
+        super().__init__(repository, read_data, progress)
+        self._covered = covered
+        self.packs: set[int] = set()
+        self.spent = 0
+        """Damaged copies that are not read any more."""
 
-    def __call__(self, chunk: ChunkId) -> bool:
-        return chunk in self._nodes or chunk in self._data
+    def _verify_files(self, ids: Sequence[SnapshotId] | None) -> bool:
+        self._verify_snapshot_files()
+        if self.result.checksum:
+            self._scrub()
+        # The scrub reads what the index covers.
+        return self.result.checksum and not self._covered
 
-    def __len__(self) -> int:
-        return len(self._nodes) + len(self._data)
+    def _pack_damaged(self, found: PackDamage) -> bool:
+        # The pack of a copy that is not read any more is rewritten by a repair all the same, so that the bad copy goes.
+        if found.chunk is not None:
+            self.packs.add(found.pack)
+        is_news = super()._pack_damaged(found)
+        self.spent += not is_news
+        return is_news
 
 
 @dataclass
@@ -228,7 +233,7 @@ class _Check:
     live_files: bool
     progress: Progress | None
     report: CheckReport = field(default_factory=CheckReport)
-    lost: dict[ChunkId, CheckFinding] = field(default_factory=dict)
+    lost: set[ChunkId] = field(default_factory=set)
     """Chunks without a good copy."""
     pack_sizes: dict[int, int] = field(default_factory=dict)
     harmless: set[int] = field(default_factory=set)
@@ -239,25 +244,23 @@ class _Check:
     def run(self, writer: Writer | None) -> None:
         self.pack_sizes = {pack.number: pack.size_bytes for pack in self.repository.packs()}
         self.check_configuration(writer)
-        self.check_snapshot_files()
-        # Before the structure: with a stale index, existing chunks seem to be missing.
-        self.check_index(writer)
-        reached = self.check_structure()
+        # Before the content: with a stale index, existing chunks seem to be missing.
+        covered = self.check_index(writer)
+        content = _Contents(self.repository, self.read_data, covered, self.show_verified)
+        result = content.run(None)
+        self.report.snapshots = len(result.snapshots)
+        reached = None
+        # What an unreadable snapshot needs is not known, so nothing can be called unneeded.
+        if content.is_complete:
+            reached = content.reached
+            add_bases(self.repository, reached.__contains__, reached.add)
         self.check_packs(reached)
-        if self.read_data:
-            self.read_everything(writer)
+        self.report_damage(content, writer)
         # Healing comes before packs are replaced: a healed chunk is a good copy elsewhere.
         if writer is not None and self.lost and self.live_files:
-            self._heal_from_live_files(writer)
+            self.heal_from_live_files(writer, content)
         if writer is not None and reached is not None and self.by_pack:
             self.replace_damaged_packs(writer, reached)
-
-    def found(
-        self, severity: Severity, kind: Kind, message: str, hint: str = "", snapshot: str = ""
-    ) -> CheckFinding:
-        finding = CheckFinding(severity, kind, message, hint, snapshot)
-        self.report.findings.append(finding)
-        return finding
 
     def show_progress(self, what: str, done: int, total: int) -> None:
         if self.progress is not None:
@@ -265,7 +268,7 @@ class _Check:
 
     def check_configuration(self, writer: Writer | None) -> None:
         findings = [
-            self.found(
+            self.report.found(
                 "error", "configuration", words, "`ciuic check --repair` rewrites it from the good copy"
             )
             for words in self.repository.config_damage()
@@ -275,120 +278,51 @@ class _Check:
             left = self.repository.config_damage()
             _repaired(findings, left, "it was rewritten from the good copy")
 
-    def check_snapshot_files(self) -> None:
-        for snapshot in self.repository.snapshots.unreadable():
-            message = f"{snapshot.path} cannot be read as a snapshot: {snapshot.reason}"
-            hint = (
-                f"restore the file from another copy, or give the snapshot up: `ciuic forget {snapshot.id}`"
-            )
-            self.found("error", "snapshot", message, hint, snapshot.id)
-
     def find_vanished_files(self) -> None:
         hint = "unless it was removed on purpose, restore the file from another copy before the next snapshot"
         for words in self.repository.snapshots.vanished():
-            self.found("warning", "snapshot", words, hint)
+            self.report.found("warning", "snapshot", words, hint)
 
     # --- index
 
-    def check_index(self, writer: Writer | None) -> None:
+    def check_index(self, writer: Writer | None) -> bool:
+        """Return whether the index agrees with the packs now."""
         problems = self.repository.check_index()
         # A new repository has no packs, and no index yet.
         if not problems or not self.pack_sizes:
-            return
+            return True
         findings = [
-            self.found("warning", "index", words, "`ciuic check --repair` rebuilds it") for words in problems
+            self.report.found("warning", "index", words, "`ciuic check --repair` rebuilds it")
+            for words in problems
         ]
         if writer is None:
-            return
+            return False
         writer.rebuild_index()
         left = self.repository.check_index()
         _repaired(findings, left, "the index was rebuilt")
-
-    # --- structure
-
-    def check_structure(self) -> _Reached | None:
-        """Walk every snapshot; return the chunks that were reached, or None when a snapshot could not be read completely."""
-        nodes: set[ChunkId] = set()
-        data = ChunkSet()
-        unreadable = {snapshot.id for snapshot in self.repository.snapshots.unreadable()}
-        complete = not unreadable
-        # What cannot be read was named by check_snapshot_files; the catalogue may list it all the same.
-        ids = [id_ for id_ in self.repository.snapshots.ids() if id_ not in unreadable]
-        for done, id_ in enumerate(ids):
-            self.show_progress("reading snapshots", done, len(ids))
-            # `&=` and not `and`: every snapshot is checked, whatever was found before.
-            complete &= self.check_snapshot(id_, Walker(self.repository, seen=nodes, seen_data=data))
-            self.report.snapshots += 1
-        # What an unreadable snapshot needs is not known, so nothing can be called unneeded.
-        if not complete:
-            return None
-        reached = _Reached(nodes, data)
-        add_bases(self.repository, reached, data.add)
-        return reached
-
-    def check_snapshot(self, id_: SnapshotId, walker: Walker) -> bool:
-        try:
-            snapshot = self.repository.snapshots.load(id_)
-            for reached in walker.walk(snapshot, paths=True):
-                if reached.kind == "data" and not self.present(reached.id):
-                    self.missing(id_, reached)
-        except Damaged as error:
-            self.found("error", "structure", f"{id_}: {error.message}", _VERIFY, id_)
-            return False
-        return True
-
-    def present(self, chunk: ChunkId) -> bool:
-        """Return whether an existing pack holds the chunk."""
-        try:
-            # The index does not notice that a pack file is gone or cut short, so its answer is compared with the files' sizes.
-            located = self.repository.chunks.locate_all(chunk)
-            sizes = self.pack_sizes
-            if any(where.offset + where.stored_bytes > sizes.get(where.pack, 0) for where in located):
-                self.repository.chunks.get(chunk)
-        except Damaged:
-            return False
-        return True
-
-    def missing(self, id_: SnapshotId, reached: Reached) -> None:
-        message = f"{id_}: block {reached.block} of {os.fsdecode(reached.path)} is missing"
-        finding = self.found("error", "missing chunk", message, _VERIFY, id_)
-        finding.chunk = reached.id
-        self.lost.setdefault(reached.id, finding)
+        return not left
 
     # --- packs
 
-    def check_packs(self, reached: _Reached | None) -> None:
-        packs = self.repository.packs()
-        orphans = 0
-        damaged: dict[int, Damaged] = {}
-        for done, pack in enumerate(packs):
-            self.show_progress("reading pack tables", done, len(packs))
-            self.report.packs += 1
-            self.report.stored_bytes += pack.size_bytes
-            try:
-                records = list(self.repository.pack_records(pack.number))
-            except NotFound:
-                # Without the lock a prune may remove packs meanwhile.
-                continue
-            except Damaged as error:
-                damaged[pack.number] = error
-                continue
-            # With an unreadable snapshot it is not known which chunks are needed.
-            if reached is None:
-                continue
-            unneeded = [record for record in records if not reached(record.id)]
-            self.report.garbage_bytes += sum(record.stored_bytes for record in unneeded)
-            if records and len(unneeded) == len(records):
-                orphans += 1
-                self.report.orphaned_bytes += pack.size_bytes
+    def check_packs(self, reached: NeededChunks | None) -> None:
+        # With an unreadable snapshot it is not known which chunks are needed: all of them may be.
+        needed = (lambda _: True) if reached is None else reached.__contains__
+        found = survey(self.repository, needed, progress=self.progress)
+        damaged = found.damaged
+        self.report.packs = len(found.uses) + len(damaged)
+        self.report.stored_bytes = sum(use.size_bytes for use in found.uses)
+        self.report.stored_bytes += sum(self.pack_sizes.get(number, 0) for number in damaged)
+        self.report.garbage_bytes = sum(use.dead_bytes for use in found.uses)
+        orphans = [use.size_bytes for use in found.uses if use.dead_bytes and not use.live_chunks]
+        self.report.orphaned_bytes = sum(orphans)
         self.report_damaged_packs(damaged, reached)
         if not self.read_data:
             for number, words in self.repository.pack_problems():
                 if number not in damaged:
-                    self.found("error", "pack", words, _VERIFY_DATA)
+                    self.report.found("error", "pack", words, _VERIFY_DATA)
         if orphans:
-            message = f"{plural(orphans, 'pack')} with {human_size(self.report.orphaned_bytes)} that no snapshot needs"
-            self.found("info", "orphaned pack", message, self.orphans_hint())
+            message = f"{plural(len(orphans), 'pack')} with {human_size(self.report.orphaned_bytes)} that no snapshot needs"
+            self.report.found("info", "orphaned pack", message, self.orphans_hint())
 
     def orphans_hint(self) -> str:
         """Return the advice that frees orphaned packs: prune, unless prune would refuse because snapshots may be missing."""
@@ -396,64 +330,92 @@ class _Check:
             return "`ciuic prune` frees them"
         return "restore snapshots/ from a copy if there was a snapshot; otherwise `ciuic prune` frees them after the next snapshot"
 
-    def report_damaged_packs(self, damaged: dict[int, Damaged], reached: _Reached | None) -> None:
+    def report_damaged_packs(self, damaged: dict[int, Damaged], reached: NeededChunks | None) -> None:
         """Report packs that cannot be listed completely.
 
         An interrupted write leaves a torn pack, which is no damage if everything that is needed is listed elsewhere.
         """
-        if damaged and reached is not None and all_listed(self.repository, reached, len(reached)):
+        if (
+            damaged
+            and reached is not None
+            and all_listed(self.repository, reached.__contains__, len(reached))
+        ):
             self.harmless.update(damaged)
         for number, error in damaged.items():
             if number in self.harmless:
                 message = f"{error.message}; nothing that a snapshot needs is in the unreadable part"
-                self.found(
+                self.report.found(
                     "warning",
                     "pack",
                     message,
                     "an interrupted write leaves such packs; `ciuic prune` removes it",
                 )
             else:
-                finding = self.found("error", "pack", error.message, _VERIFY_DATA)
+                finding = self.report.found("error", "pack", error.message, _VERIFY_DATA)
                 self.by_pack.setdefault(number, []).append(finding)
 
-    def read_everything(self, writer: Writer | None) -> None:
-        findings: dict[ChunkId, CheckFinding] = {}
-        known = 0
-        for damage in self.repository.scrub(
-            lambda done, total: self.show_progress("reading packs", done, total)
-        ):
-            where = f"pack {damage.pack:016x}, offset {damage.offset}: {damage.reason}"
-            if damage.chunk is None and damage.pack in self.harmless:
+    # --- content
+
+    def show_verified(self, state: VerifyProgress) -> None:
+        if self.read_data:
+            self.show_progress("reading packs", state.bytes_done, state.bytes_total)
+        else:
+            self.show_progress("reading snapshots", state.files_done, 0)
+
+    def report_damage(self, content: _Contents, writer: Writer | None) -> None:
+        """Report what the verification found; a repair marks bad copies."""
+        numbers = {self.repository.pack_path(number): number for number in self.pack_sizes}
+        for number in content.packs:
+            self.by_pack.setdefault(number, [])
+        damaged: set[ChunkId] = set()
+        readable: dict[ChunkId, bool] = {}
+        for damage in content.result.damages:
+            number = numbers.get(damage.file, -1)
+            if damage.kind == "pack" and damage.chunk is None and number in self.harmless:
                 continue
-            # An earlier repair has marked this copy, and its chunk is read from another one.
-            if self.repository.is_spent_copy(damage):
-                # Its pack is rewritten by a repair all the same, so that the bad copy goes.
-                known += 1
-                self.by_pack.setdefault(damage.pack, [])
+            hint = _HEAL
+            if damage.kind == "snapshot" and damage.file:
+                hint = f"restore the file from another copy, or give the snapshot up: `ciuic forget {damage.snapshots[0]}`"
+            finding = add_damage(self.report, damage, hint, in_pack=number >= 0)
+            if number < 0:
+                self.lost.update(() if damage.chunk is None else (damage.chunk,))
                 continue
-            what = where if damage.chunk is None else f"chunk {damage.chunk.hex()}, {where}"
-            finding = self.found(
-                "error", "pack" if damage.chunk is None else "damaged chunk", what, _VERIFY_DATA
-            )
-            self.by_pack.setdefault(damage.pack, []).append(finding)
             if damage.chunk is not None:
-                finding.chunk = damage.chunk
-                findings[damage.chunk] = finding
-        if known:
-            message = f"{known} damaged copies are no longer read: each chunk has a good copy"
-            self.found("info", "damaged chunk", message, "no action is needed; the next repair removes them")
-        if writer is None or not findings:
+                if damage.chunk not in readable:
+                    readable[damage.chunk] = self.is_readable(damage.chunk)
+                # What is read as it was stored, and does not fit what refers to it, is mended by no other copy.
+                if readable[damage.chunk] and damage.kind != "pack":
+                    continue
+                damaged.add(damage.chunk)
+            self.by_pack.setdefault(number, []).append(finding)
+        if content.spent:
+            message = f"{content.spent} damaged copies are no longer read: each chunk has a good copy"
+            self.report.found(
+                "info", "damaged chunk", message, "no action is needed; the next repair removes them"
+            )
+        if writer is None or not damaged:
             return
         # Marked copies are not read any more; what comes back are chunks that have no other copy.
-        without_good_copy = set(writer.mark_damaged(findings))
-        for chunk, finding in findings.items():
-            if chunk in without_good_copy:
-                self.lost.setdefault(chunk, finding)
-            else:
-                finding.repaired = True
-                finding.hint = "another copy is good and is read from now on"
+        without_good_copy = set(writer.mark_damaged(damaged))
+        self.lost |= without_good_copy
+        for chunk in damaged - without_good_copy:
+            self.mend(chunk, "another copy is good and is read from now on")
 
-    def replace_damaged_packs(self, writer: Writer, reached: _Reached) -> None:
+    def is_readable(self, chunk: ChunkId) -> bool:
+        try:
+            self.repository.chunks.get(chunk)
+        except Damaged:
+            return False
+        return True
+
+    def mend(self, chunk: ChunkId, done: str) -> None:
+        """Mark the findings of a chunk as repaired."""
+        self.lost.discard(chunk)
+        for finding in self.report.findings:
+            if finding.chunk == chunk:
+                finding.repaired, finding.hint = True, done
+
+    def replace_damaged_packs(self, writer: Writer, reached: NeededChunks) -> None:
         """Store the good chunks of damaged packs elsewhere, and remove these packs: every scrub would find the damage again.
 
         A pack stays if something that a snapshot needs has no good copy, or if its list may be incomplete.
@@ -463,7 +425,7 @@ class _Check:
             return
         for number, findings in self.by_pack.items():
             try:
-                writer.rewrite_pack(number, reached)
+                writer.rewrite_pack(number, reached.__contains__)
             except (Damaged, NotFound) as error:
                 _log.info("damaged_pack_stays", pack=f"{number:016x}", error=str(error))
                 continue
@@ -476,27 +438,26 @@ class _Check:
                     finding.repaired = True
                     finding.hint = "what snapshots need of the pack was stored anew, and the pack was removed"
 
-    def _heal_from_live_files(self, writer: Writer) -> None:
+    def heal_from_live_files(self, writer: Writer, content: _Contents) -> None:
         """Store lost blocks anew from the files that they came from, where these still have the same bytes."""
         before = len(self.lost)
-        for chunk, path in _heal_from_live_files(self.repository, writer, self.lost):
-            del self.lost[chunk]
-            for finding in self.report.findings:
-                if finding.chunk == chunk:
-                    finding.repaired = True
-                    finding.hint = f"healed from the live file {os.fsdecode(path)}"
+        # Places in the newest snapshots come first: they are the most likely to exist still.
+        for damage in content.result.damages:
+            chunk = damage.chunk
+            if damage.kind != "data" or chunk not in self.lost or chunk not in content.lengths:
+                continue
+            data = _live_block(damage.path, damage.offset, content.lengths[chunk])
+            # The file may have changed since the snapshot: the id decides.
+            if data is not None and writer.chunk_id(data) == chunk:
+                writer.put_chunk(data)
+                self.mend(chunk, f"healed from the live file {os.fsdecode(damage.path)}")
         # Durable before the report says healed.
         writer.flush()
         if len(self.lost) == before:
             return
         # Chunks that are stored as differences from healed ones can be read again.
-        still = set(writer.mark_damaged(list(self.lost)))
-        for chunk in self.lost.keys() - still:
-            finding = self.lost.pop(chunk)
-            finding.repaired, finding.hint = (
-                True,
-                "the chunk that it is stored as a difference from is good again",
-            )
+        for chunk in self.lost - set(writer.mark_damaged(self.lost)):
+            self.mend(chunk, "the chunk that it is stored as a difference from is good again")
 
 
 def _repaired(findings: list[CheckFinding], left: Sequence[str], done: str) -> None:

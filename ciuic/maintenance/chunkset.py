@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 
+from ciuic.repository.snapshot_walk import TreeSource, Walker
 from ciuic.types import ChunkId
 
 _FINGERPRINT_BYTES = 8
@@ -82,6 +83,33 @@ class ChunkSet:
         for added in old:
             if added:
                 self._insert(added)
+
+
+class NeededChunks:
+    """Chunks that snapshots refer to, as walks mark them. May claim, as `ChunkSet`, to have one that it has not.
+
+    After a walk that did not reach its end, the object must be thrown away: a node whose children were not all reached counts
+    as seen, and would be skipped by the next walk.
+    """
+
+    def __init__(self) -> None:
+        # Nodes exactly, because a wrong "seen" would skip a subtree; data chunks, hundreds of times as many, by fingerprints.
+        self.nodes: set[ChunkId] = set()
+        self.data = ChunkSet()
+
+    def __contains__(self, chunk: object) -> bool:
+        return chunk in self.nodes or chunk in self.data
+
+    def __len__(self) -> int:
+        return len(self.nodes) + len(self.data)
+
+    def add(self, chunk: ChunkId) -> None:
+        """Add a chunk."""
+        self.data.add(chunk)
+
+    def walker(self, repository: TreeSource) -> Walker:
+        """Return a walker that marks here what it reaches, and passes over what is marked."""
+        return Walker(repository, seen=self.nodes, seen_data=self.data)
 
 
 class ChunkTable:

@@ -30,7 +30,7 @@ from types import MappingProxyType
 
 from ciuic.compare.restore_records import undoes_newest_change
 from ciuic.errors import Busy, CiuicError, Damaged, NotFound
-from ciuic.maintenance.chunkset import ChunkSet
+from ciuic.maintenance.chunkset import NeededChunks
 from ciuic.maintenance.sweep import (
     HURRIED,
     USUAL,
@@ -45,7 +45,7 @@ from ciuic.maintenance.sweep import (
     sweep,
     worth_rewriting,
 )
-from ciuic.repository import Repository, Walker, Writer
+from ciuic.repository import Repository, Writer
 from ciuic.repository.locks import is_claimed
 from ciuic.retention import (
     NEWEST,
@@ -59,41 +59,27 @@ from ciuic.retention import (
     snapshots_having,
 )
 from ciuic.system.disk_space import available_bytes, total_bytes, unstored_floor_bytes
-from ciuic.types import ChunkId, Snapshot, SnapshotId
+from ciuic.types import Snapshot, SnapshotId
 from ciuic.units import human_size
 
 _CHUNKS_BETWEEN_STOP_CHECKS = 4096
 
 
-class LiveChunks:
-    """Chunks that the snapshots walked so far refer to.
-
-    After a walk that did not reach its end, the object must be thrown away: a node whose children were not all reached counts
-    as seen, and would be skipped by the next walk.
-    """
+class LiveChunks(NeededChunks):
+    """Chunks that the snapshots walked so far refer to."""
 
     def __init__(self, repository: Repository) -> None:
+        super().__init__()
         self._repository = repository
-        # Nodes exactly, because a wrong "seen" would skip a subtree; data chunks, hundreds of times as many, by fingerprints.
-        self._nodes: set[ChunkId] = set()
-        self._data = ChunkSet()
         self.snapshots: set[SnapshotId] = set()
-
-    def live(self, chunk: ChunkId) -> bool:
-        """Return whether a marked snapshot refers to ``chunk``."""
-        return chunk in self._nodes or chunk in self._data
 
     def add_bases(self, should_stop: StopCheck | None = None) -> None:
         """Mark the bases of marked chunks, from which these are stored as differences. Called when all snapshots are walked."""
-        add_bases(self._repository, self.live, self._data.add, should_stop)
-
-    def __len__(self) -> int:
-        """Return the number of distinct live chunks."""
-        return len(self._nodes) + len(self._data)
+        add_bases(self._repository, self.__contains__, self.add, should_stop)
 
     def mark(self, snapshot: Snapshot, should_stop: StopCheck | None = None, *, measure: bool = False) -> int:
         """Walk one snapshot; with ``measure`` return the stored bytes of the chunks that no snapshot before it refers to."""
-        walker = Walker(self._repository, seen=self._nodes, seen_data=self._data)
+        walker = self.walker(self._repository)
         chunks = self._repository.chunks
         new_bytes = 0
         for count, reached in enumerate(walker.walk(snapshot)):
@@ -360,7 +346,7 @@ class _Run:
     def estimate(self, report: PruneResult) -> None:
         """Compute the figures of a dry run."""
         self.marks.add_bases(self.should_stop)
-        found = survey(self.repository, self.marks.live, self.should_stop)
+        found = survey(self.repository, self.marks.__contains__, self.should_stop)
         uses = found.uses
         report.notes += [f"a pack cannot be listed completely: {error}" for error in found.damaged.values()]
         dead = [use for use in uses if use.dead]
@@ -405,7 +391,7 @@ class _Run:
         self.marks.add_bases(self.should_stop)
         return sweep(
             writer,
-            self.marks.live,
+            self.marks.__contains__,
             thresholds,
             live_chunks=len(self.marks),
             progress=self.progress,

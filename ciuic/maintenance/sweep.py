@@ -10,7 +10,7 @@ ciuic.maintenance.prune decides what is live.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -102,7 +102,10 @@ class Survey:
 
 
 def survey(
-    repository: OpenRepository, live: Callable[[ChunkId], bool], should_stop: StopCheck | None = None
+    repository: OpenRepository,
+    live: Callable[[ChunkId], bool],
+    should_stop: StopCheck | None = None,
+    progress: Progress | None = None,
 ) -> Survey:
     """Return the use of every pack.
 
@@ -110,18 +113,40 @@ def survey(
         SweepStopped: ``should_stop`` returned True.
     """
     found = Survey()
-    for pack in repository.packs():
+    # The strict list: a pack of which a record is missing would seem to be dead.
+    for pack, records in each_list(repository, should_stop, progress):
+        if isinstance(records, Damaged):
+            found.damaged[pack.number] = records
+        else:
+            found.uses.append(_use(pack, records, live))
+    return found
+
+
+def each_list(
+    repository: OpenRepository,
+    should_stop: StopCheck | None = None,
+    progress: Progress | None = None,
+    *,
+    salvage: bool = False,
+) -> Iterator[tuple[PackInfo, Iterator[PackRecord] | Damaged]]:
+    """Yield each pack with its records, with ``salvage`` those that can be read, or the error by which the list is not whole.
+
+    Raises:
+        SweepStopped: ``should_stop`` returned True.
+    """
+    packs = repository.packs()
+    for done, pack in enumerate(packs):
         if should_stop is not None and should_stop():
             raise SweepStopped
+        if progress is not None:
+            progress("reading pack tables", done, len(packs))
         try:
-            # The strict list: a pack of which a record is missing would seem to be dead.
-            found.uses.append(_use(pack, repository.pack_records(pack.number), live))
+            yield pack, repository.pack_records(pack.number, salvage=salvage)
         except NotFound:
-            # Without the lock (a dry run), another process may prune meanwhile.
+            # Without the lock another process may prune meanwhile: what was live in it lies in a newer pack.
             continue
         except Damaged as error:
-            found.damaged[pack.number] = error
-    return found
+            yield pack, error
 
 
 def add_bases(
@@ -144,17 +169,13 @@ def add_bases(
         if not found:
             return
         found = False
-        for pack in repository.packs():
-            if should_stop is not None and should_stop():
-                raise SweepStopped
-            try:
-                for record in repository.pack_records(pack.number, salvage=True):
-                    if record.base and live(record.id) and not live(record.base):
-                        add(record.base)
-                        found = True
-            except NotFound:
-                # Without the lock (a dry run), another process may prune meanwhile.
-                continue
+        for _, records in each_list(repository, should_stop, salvage=True):
+            if isinstance(records, Damaged):
+                raise records
+            for record in records:
+                if record.base and live(record.id) and not live(record.base):
+                    add(record.base)
+                    found = True
 
 
 def all_listed(repository: OpenRepository, live: Callable[[ChunkId], bool], live_chunks: int) -> bool:
@@ -163,8 +184,10 @@ def all_listed(repository: OpenRepository, live: Callable[[ChunkId], bool], live
     If so, the unreadable parts of damaged packs hide nothing that is needed.
     """
     listed = ChunkSet()
-    for pack in repository.packs():
-        for record in repository.pack_records(pack.number, salvage=True):
+    for _, records in each_list(repository, salvage=True):
+        if isinstance(records, Damaged):
+            raise records
+        for record in records:
             if live(record.id):
                 listed.add(record.id)
     return len(listed) == live_chunks

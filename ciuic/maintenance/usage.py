@@ -19,9 +19,9 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from ciuic.errors import Damaged, NotFound
+from ciuic.errors import Damaged
 from ciuic.maintenance.chunkset import ChunkTable, fingerprint
-from ciuic.maintenance.sweep import StopCheck, SweepStopped
+from ciuic.maintenance.sweep import StopCheck, SweepStopped, each_list
 from ciuic.repository import PackRecord, Repository, Walker
 from ciuic.repository.snapshot_walk import OnDamage
 from ciuic.types import ChunkId, SnapshotId, is_safety
@@ -273,17 +273,14 @@ def _naming(id_: SnapshotId, unread: Callable[[str], None]) -> OnDamage:
 def _each_record(
     repository: Repository, take: Callable[[PackRecord], None], unread: Callable[[str], None] | None
 ) -> None:
-    for pack in repository.packs():
-        try:
-            for record in repository.pack_records(pack.number):
+    for _, records in each_list(repository):
+        if not isinstance(records, Damaged):
+            for record in records:
                 take(record)
-        except NotFound:
-            # Pruned meanwhile: what was live in it lies in a newer pack.
-            continue
-        except Damaged as error:
-            if unread is None:
-                raise
-            unread(error.message)
+        elif unread is None:
+            raise records
+        else:
+            unread(records.message)
 
 
 def _bases(repository: Repository, unread: Callable[[str], None] | None) -> array[int]:

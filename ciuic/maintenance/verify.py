@@ -34,14 +34,14 @@ from typing import Final, Literal, NamedTuple, get_args
 import msgspec
 
 from ciuic.errors import Busy, CiuicError, Damaged, NotFound, NotPermitted
-from ciuic.maintenance.chunkset import ChunkSet
+from ciuic.maintenance.chunkset import NeededChunks
 from ciuic.maintenance.references import MAX_REPEATS, ChunkReference, ReferenceFinder
-from ciuic.repository import Repository, Walker
+from ciuic.repository import Repository
 from ciuic.repository.block_maps import blocks_of
 from ciuic.repository.errors import Archived, DamagedTree
 from ciuic.repository.locks import LOCK_NAME
 from ciuic.repository.lookup import resolve
-from ciuic.repository.model import ChunkLocation
+from ciuic.repository.model import ChunkLocation, PackDamage
 from ciuic.repository.snapshot_walk import Reached
 from ciuic.repository.snapshots import UNREADABLE_MARKS
 from ciuic.restore.content import BlockWorker
@@ -230,12 +230,27 @@ class Verification:
         self._index_covers_all = False
         self._files: dict[ChunkId, str] = {}
         """Pack file of each bad chunk that was searched for; empty if none was found."""
+        self.lengths: dict[ChunkId, int] = {}
+        """Lengths of the bad blocks of files."""
+        # Fingerprints take 11 to 16 bytes an id instead of 98; one false "seen" in 10^12 leaves a chunk unverified.
+        self.reached = NeededChunks()
+        """Chunks that the verified snapshots refer to."""
+        self.is_complete = True
+        """False once a snapshot, or a node of one, could not be read: what it needs is not known then."""
 
     def run(self, ids: Sequence[SnapshotId] | None) -> VerifyResult:
         """Verify these snapshots, or with None all of them."""
         snapshots = self._load(
             self.repository.snapshots.ids() if ids is None else ids, are_named=ids is not None
         )
+        self._verify_snapshots(snapshots, read=self._verify_files(ids))
+        self._report_damage()
+        self._set_apart(ids)
+        self._show_progress(b"")
+        return self.result
+
+    def _verify_files(self, ids: Sequence[SnapshotId] | None) -> bool:
+        """Verify the repository's own files as far as was asked; return whether the chunks of the snapshots have to be read besides."""
         whole = self._listed is None and (self.result.checksum or ids is None)
         if whole:
             self._verify_repository_files()
@@ -249,11 +264,7 @@ class Verification:
         # The scrub reads what the index covers; if that is not all, the chunks of snapshots are read one by one. Likewise where it
         # found damage and some snapshots are asked about: a damaged table hides chunks from it.
         trusted = self._index_covers_all and (ids is None or not (self._bad or self.result.damages))
-        self._verify_snapshots(snapshots, read=self.result.checksum and not (scrubbed and trusted))
-        self._report_damage()
-        self._set_apart(ids)
-        self._show_progress(b"")
-        return self.result
+        return self.result.checksum and not (scrubbed and trusted)
 
     def _set_apart(self, ids: Sequence[SnapshotId] | None) -> None:
         """Move damage that these snapshots do not touch to ``elsewhere``."""
@@ -285,6 +296,7 @@ class Verification:
         return loaded
 
     def _unreadable(self, name: str, reason: str) -> None:
+        self.is_complete = False
         file = self.repository.snapshots.path(name)
         damage = Damage("snapshot", reason, snapshots=(SnapshotId(name),), file=file)
         # Loading the snapshots and reading the repository's files may both find it.
@@ -297,6 +309,16 @@ class Verification:
         self.result.index_missing = self.repository.lacks_index()
         for words in self.repository.config_damage():
             self.result.damages.append(Damage("config", words, file=str(self.repository.path)))
+        self._verify_snapshot_files()
+        if self.result.checksum:
+            problems = index_problems(self.repository)
+            self._index_covers_all = problems == []
+            for words in problems or []:
+                if not words.startswith(NOT_COVERED):
+                    file = str(self.repository.path / "index.sqlite")
+                    self.result.damages.append(Damage("index", words, file=file))
+
+    def _verify_snapshot_files(self) -> None:
         for unreadable in self.repository.snapshots.unreadable():
             self._unreadable(unreadable.id, unreadable.reason)
         for id_ in self.repository.snapshots.ids():
@@ -308,13 +330,6 @@ class Verification:
             if snapshot.hold_reason == UNREADABLE_MARKS:
                 file = self.repository.snapshots.marks_path(id_)
                 self.result.damages.append(Damage("snapshot", UNREADABLE_MARKS, snapshots=(id_,), file=file))
-        if self.result.checksum:
-            problems = index_problems(self.repository)
-            self._index_covers_all = problems == []
-            for words in problems or []:
-                if not words.startswith(NOT_COVERED):
-                    file = str(self.repository.path / "index.sqlite")
-                    self.result.damages.append(Damage("index", words, file=file))
 
     def _scrub(self, *, after: int = -1, goes_on: Callable[[int], bool] = lambda number: True) -> None:
         """Read every byte of every pack. A bad chunk with a good copy elsewhere is damage of the pack alone."""
@@ -326,22 +341,26 @@ class Verification:
 
         scrub = self.repository.scrub(progress, after=after, goes_on=goes_on, between=self._between)
         for found in scrub:
-            where = f"at offset {found.offset}: {found.reason}"
-            file = self.repository.pack_path(found.pack)
-            if found.chunk is None:
-                self.result.damages.append(Damage("pack", where, file=file))
-                continue
-            # Read through the index, which finds another copy if there is one.
-            try:
-                self.repository.chunks.get(found.chunk)
-            except (Damaged, Archived) as error:
-                self._bad.setdefault(found.chunk, error.message)
-            else:
-                # A repair has marked this copy as bad already: a nightly scrub must not alarm for ever.
-                if self.repository.is_spent_copy(found):
-                    continue
-                reason = f"{where}; another copy of this chunk is good"
-                self.result.damages.append(Damage("pack", reason, chunk=found.chunk, file=file))
+            self._pack_damaged(found)
+
+    def _pack_damaged(self, found: PackDamage) -> bool:
+        """Note what the scrub found; return False for a copy that a repair has marked as bad: a nightly scrub must not alarm for ever."""
+        where = f"at offset {found.offset}: {found.reason}"
+        file = self.repository.pack_path(found.pack)
+        if found.chunk is None:
+            self.result.damages.append(Damage("pack", where, file=file))
+            return True
+        # Read through the index, which finds another copy if there is one.
+        try:
+            self.repository.chunks.get(found.chunk)
+        except (Damaged, Archived) as error:
+            self._bad.setdefault(found.chunk, error.message)
+            return True
+        if self.repository.is_spent_copy(found):
+            return False
+        reason = f"{where}; another copy of this chunk is good"
+        self.result.damages.append(Damage("pack", reason, chunk=found.chunk, file=file))
+        return True
 
     # -- what snapshots need
 
@@ -352,8 +371,7 @@ class Verification:
         read: bool,
         goes_on: Callable[[SnapshotId], bool] = lambda id_: True,
     ) -> None:
-        # Fingerprints take 11 to 16 bytes an id instead of 98; one false "seen" in 10^12 leaves a chunk unverified.
-        walker = Walker(self.repository, seen_data=ChunkSet())
+        walker = self.reached.walker(self.repository)
         self._pack_bytes = self.repository.pack_sizes() if self._listed is None else self._listed
         if read:
             self._bytes_total = sum(snapshot.size_bytes for snapshot in snapshots)
@@ -376,6 +394,7 @@ class Verification:
                 raise
 
     def _node_damaged(self, reached: Reached, error: Damaged) -> None:
+        self.is_complete = False
         self._meet(reached.id, error.message)
 
     def _meet(self, chunk: ChunkId, reason: str) -> None:
@@ -438,6 +457,8 @@ class Verification:
         return min(block_size, reached.entry.size_bytes - reached.block * block_size)
 
     def _verify_data(self, chunk: ChunkId, length: int, pool: Pool | None) -> None:
+        if chunk in self._bad:
+            self.lengths[chunk] = length
         if pool is None:
             self._sought.append((chunk, length))
             if len(self._sought) == _BATCH_CHUNKS:
@@ -460,6 +481,7 @@ class Verification:
                 try:
                     self._look_up_alone(chunk, length)
                 except Damaged as error:
+                    self.lengths[chunk] = length
                     self._meet(getattr(error, "chunk", chunk), error.message)
 
     def _look_up_alone(self, chunk: ChunkId, length: int) -> None:
@@ -496,6 +518,7 @@ class Verification:
             with pool.changed:
                 self.result.bytes_read += length
                 if problem:
+                    self.lengths[chunk] = length
                     self._meet(chunk, problem)
         with pool.changed:
             self._show_progress(b"")
@@ -622,18 +645,10 @@ class _Sample(Verification):
         self._share = share
         self._rng = rng
 
-    def run(self, ids: Sequence[SnapshotId] | None) -> VerifyResult:
-        """Verify these snapshots, or with None all of them."""
-        snapshots = self._load(
-            self.repository.snapshots.ids() if ids is None else ids, are_named=ids is not None
-        )
+    def _verify_files(self, ids: Sequence[SnapshotId] | None) -> bool:
         if ids is None:
             self._verify_repository_files()
-        self._verify_snapshots(snapshots, read=True)
-        self._report_damage()
-        self._set_apart(ids)
-        self._show_progress(b"")
-        return self.result
+        return True
 
     def _verify_data(self, chunk: ChunkId, length: int, pool: Pool | None) -> None:
         super()._verify_data(chunk, length, pool if self._rng.random() < self._share else None)

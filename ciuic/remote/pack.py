@@ -20,13 +20,13 @@ import xxhash
 
 from ciuic.errors import UsageError
 from ciuic.remote.errors import DamagedRemote
-from ciuic.remote.object_names import pack_name, split_ref, table_name
+from ciuic.remote.object_names import PackRef, new_pack_ref, pack_name, split_ref, table_name
 from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, Objects, RefusedBody, read_verified
 from ciuic.remote.sealing.sealer import TAG_BYTES, PackSeal, Sealer
 from ciuic.repository import log as events
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.identity import Bytes
-from ciuic.repository.model import PackRecord
+from ciuic.repository.model import PackKind, PackRecord
 from ciuic.repository.pack_format import CODED_FLAGS, FLAG_DIFFERENCE, KINDS, MAX_CHUNK_BYTES
 from ciuic.types import CHUNK_ID_BYTES, ChunkId
 
@@ -572,3 +572,46 @@ def store_pack(
                 events.warning("remote_refuses_large_packs", size_bytes=pack.size_bytes, error=error.message)
         waiting += pack.divided(limit.max_bytes, new_ref, sealer)
     return stored
+
+
+class PackFiller:
+    """Fills one new pack of each kind at a time, and stores it when it is full.
+
+    Args:
+        objects: Store.
+        sealer: Seals of the remote.
+        limit: Size of packs that the store takes; None for the usual one.
+        new_ref: For tests.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        sealer: Sealer,
+        *,
+        limit: PackLimit | None = None,
+        new_ref: Callable[[PackKind], PackRef] = new_pack_ref,
+    ) -> None:
+        self._objects = objects
+        self._sealer = sealer
+        self._limit = limit or PackLimit()
+        self._new_ref = new_ref
+        self._open: dict[PackKind, RemotePackWriter] = {}
+        self.written: list[PackRef] = []
+        """New packs, stored."""
+
+    def add(self, kind: PackKind, record: PackRecord, stored: Bytes) -> None:
+        """Add a record; see `RemotePackWriter.add`."""
+        if kind in self._open and not self._open[kind].fits(record.stored_bytes):
+            self.send(kind)
+        if kind not in self._open:
+            room = max(self._limit.max_bytes, pack_bytes_of(record.stored_bytes))
+            self._open[kind] = RemotePackWriter(self._sealer, self._new_ref(kind), capacity_bytes=room)
+        self._open[kind].add(record, stored)
+
+    def send(self, kind: PackKind) -> None:
+        """Store what was added of this kind; durable on return."""
+        writer = self._open.pop(kind, None)
+        if writer is not None and writer.records:
+            packs = store_pack(self._objects, self._sealer, writer, self._limit, lambda: self._new_ref(kind))
+            self.written += [PackRef(pack.ref) for pack in packs]

@@ -601,19 +601,10 @@ class RemoteIndex:
         """Read the tables of these packs and add them; return those that cannot be read."""
         unreadable: dict[PackRef, CiuicError] = {}
 
-        def read(ref: PackRef) -> list[PackRecord] | CiuicError | None:
-            size_bytes = listed[ref].size_bytes if ref in listed else 0
-            try:
-                return RemotePackReader(sealer, ref).read_table(objects, size_bytes)
-            except NoSuchObject:
-                return None
-            except (Damaged, UnsupportedFormat, ArchivedObject) as error:
-                return error
-
         batch: list[tuple[RemotePack, list[PackRecord]]] = []
         waiting = 0
         many = len(refs) > _MANY_NEW_PACKS
-        for ref, records in _read_ahead(read, refs, self._threads):
+        for ref, records in read_tables(objects, sealer, refs, listed, self._threads):
             if isinstance(records, CiuicError):
                 unreadable[ref] = records
             elif records is not None:
@@ -628,24 +619,54 @@ class RemoteIndex:
         return unreadable
 
 
+_Key = TypeVar("_Key")
 _Result = TypeVar("_Result")
 
 
-def _read_ahead(
-    read: Callable[[PackRef], _Result], refs: list[PackRef], threads: int
-) -> Iterator[tuple[PackRef, _Result]]:
-    """Yield each pack with the result of ``read``, which runs in threads a little ahead of the caller."""
-    if threads <= 1 or len(refs) <= 1:
-        for ref in refs:
-            yield ref, read(ref)
+def read_tables(
+    objects: Objects,
+    sealer: Sealer,
+    refs: Collection[PackRef],
+    listed: Mapping[PackRef, ObjectInfo],
+    threads: int,
+) -> Iterator[tuple[PackRef, list[PackRecord] | CiuicError | None]]:
+    """Yield each pack with the records in its table, the error by which that cannot be read, or None for a pack that is gone.
+
+    Args:
+        objects: Store of a remote, or of a space in it.
+        sealer: Its seals.
+        refs: The packs.
+        listed: What is known of their sizes.
+        threads: Tables that are read at once.
+    """
+
+    def read(ref: PackRef) -> list[PackRecord] | CiuicError | None:
+        size_bytes = listed[ref].size_bytes if ref in listed else 0
+        try:
+            return RemotePackReader(sealer, ref).read_table(objects, size_bytes)
+        except NoSuchObject:
+            return None
+        except (Damaged, UnsupportedFormat, ArchivedObject) as error:
+            return error
+
+    # Tables wait in memory: no more of them than keep the threads busy.
+    yield from read_ahead(read, refs, threads, _AHEAD * threads)
+
+
+def read_ahead(
+    read: Callable[[_Key], _Result], keys: Collection[_Key], threads: int, waiting: int
+) -> Iterator[tuple[_Key, _Result]]:
+    """Yield each key with the result of ``read``, which runs in threads ahead of the caller; up to ``waiting`` results wait for it."""
+    if threads <= 1 or len(keys) <= 1:
+        for key in keys:
+            yield key, read(key)
         return
     pool = ThreadPoolExecutor(threads)
-    pending: deque[tuple[PackRef, Future[_Result]]] = deque()
+    pending: deque[tuple[_Key, Future[_Result]]] = deque()
     try:
-        for ref in refs:
-            pending.append((ref, pool.submit(read, ref)))
-            # Tables wait in memory: no more of them than keep the threads busy.
-            if len(pending) > _AHEAD * threads:
+        for key in keys:
+            pending.append((key, pool.submit(read, key)))
+            if len(pending) > waiting:
                 done, result = pending.popleft()
                 yield done, result.result()
         for done, result in pending:

@@ -1,6 +1,7 @@
-"""Walk everything a snapshot refers to, each chunk once.
+"""Walk everything a snapshot refers to, each chunk once, in a repository or a remote.
 
-The mark phase of prune and the structure check of verify.
+The mark phase of prune and of collections, the structure of a check, space of snapshots, uploads. Names of files are of no
+concern here: ciuic.maintenance.references finds those of damaged chunks.
 """
 
 from __future__ import annotations
@@ -27,9 +28,6 @@ class Reached(NamedTuple):
     id: ChunkId
     kind: str
     """tree | links | map | xattrs | data."""
-    path: bytes
-    """Absolute path of the file or directory at which the chunk was first reached; b"" unless paths were
-    asked for. An entry of the link table (files with several names) has the path `<root>#<inode number>`."""
     entry: Entry | None
     """File whose block, map or xattrs it is, or directory whose tree it is; None in nodes of a link table."""
     block: int = -1
@@ -74,9 +72,7 @@ class Walker:
         self.seen: Seen = set() if seen is None else seen
         self.seen_data: Seen = self.seen if seen_data is None else seen_data
 
-    def walk(
-        self, snapshot: Snapshot, *, paths: bool = False, on_damage: OnDamage | None = None
-    ) -> Iterator[Reached]:
+    def walk(self, snapshot: Snapshot, *, on_damage: OnDamage | None = None) -> Iterator[Reached]:
         """Yield each chunk not yet seen, parents first; nodes are read, data is not.
 
         A node that cannot be read is passed to ``on_damage``, and the walk continues without what is below.
@@ -87,22 +83,22 @@ class Walker:
             MissingChunk, DamagedChunk, DamagedTree: a node cannot be read, and ``on_damage`` is None.
         """
         for root in snapshot.roots:
-            walk = _Walk(self, paths, on_damage)
-            yield from walk.attributes(root.entry, root.path)
+            walk = _Walk(self, on_damage)
+            yield from walk.attributes(root.entry)
             if root.links:
-                yield from walk.tree(ChunkId(root.links), root.path, None, links=True)
+                yield from walk.tree(ChunkId(root.links), None, links=True)
             if root.entry.content:
-                yield from walk.tree(ChunkId(root.entry.content), root.path, root.entry, links=False)
+                yield from walk.tree(ChunkId(root.entry.content), root.entry, links=False)
 
     def walk_content(self, file: Entry) -> Iterator[Reached]:
-        """Yield each chunk of a regular file that was not yet seen, without paths; it is passed over by `walk` then.
+        """Yield each chunk of a regular file that was not yet seen; it is passed over by `walk` then.
 
         Raises:
             MissingChunk, DamagedChunk, DamagedTree: a node of its block map cannot be read.
         """
         content = ChunkId(file.content)
         if content and content not in (self.seen if file.map_height else self.seen_data):
-            yield from _Walk(self, False, None).content(file, b"")
+            yield from _Walk(self, None).content(file)
 
 
 class _Walk:
@@ -111,25 +107,24 @@ class _Walk:
     Directories wait on a stack, not in recursion: paths may be thousands of components deep.
     """
 
-    def __init__(self, walker: Walker, paths: bool, on_damage: OnDamage | None) -> None:
+    def __init__(self, walker: Walker, on_damage: OnDamage | None) -> None:
         self._trees = walker.repository.trees
         self._maps = walker.repository.block_maps
         self._block_size = walker.repository.block_size
         self._seen = walker.seen
         self._seen_data = walker.seen_data
-        self._paths = paths
         self._on_damage = on_damage
 
-    def tree(self, tree: ChunkId, path: bytes, directory: Entry | None, *, links: bool) -> Iterator[Reached]:
+    def tree(self, tree: ChunkId, directory: Entry | None, *, links: bool) -> Iterator[Reached]:
         """Yield everything from this tree down."""
-        stack: list[tuple[ChunkId, bytes, Entry | None]] = [(tree, path, directory)]
+        stack: list[tuple[ChunkId, Entry | None]] = [(tree, directory)]
         while stack:
-            id_, path, directory = stack.pop()
+            id_, directory = stack.pop()
             if id_ in self._seen:
                 continue
             # An id names content, so what is below is the same wherever the node occurs.
             self._seen.add(id_)
-            reached = Reached(id_, "links" if links else "tree", path if self._paths else b"", directory)
+            reached = Reached(id_, "links" if links else "tree", directory)
             yield reached
             try:
                 node = self._trees.node(id_, links=links)
@@ -137,44 +132,44 @@ class _Walk:
                 self._damaged(reached, error)
                 continue
             # Reversed, because a stack returns the last one first: chunks come in name order.
-            stack.extend((ref.id, path, directory) for ref in reversed(node.refs))
+            stack.extend((ref.id, directory) for ref in reversed(node.refs))
             for entry in node.entries:
                 # Most of what is read again has been seen: it should cost one lookup and no more.
                 if entry.flags & FLAG_XATTRS_CHUNK:
-                    yield from self.attributes(entry, self._place(path, entry, links))
+                    yield from self.attributes(entry)
                 content = ChunkId(entry.content)
                 if not content:
                     continue
                 kind = stat.S_IFMT(entry.mode)
                 if kind == stat.S_IFDIR:
                     if content not in self._seen:
-                        stack.append((content, self._place(path, entry, links), entry))
+                        stack.append((content, entry))
                 elif kind != stat.S_IFREG:
                     continue
                 elif entry.map_height:
                     if content not in self._seen:
-                        yield from self.content(entry, self._place(path, entry, links))
+                        yield from self.content(entry)
                 # Nearly all files of most trees. As in `content`, without a generator for each.
                 elif content not in self._seen_data:
                     self._seen_data.add(content)
-                    yield Reached(content, "data", self._place(path, entry, links), entry, 0)
+                    yield Reached(content, "data", entry, 0)
 
-    def attributes(self, entry: Entry, path: bytes) -> Iterator[Reached]:
+    def attributes(self, entry: Entry) -> Iterator[Reached]:
         """Yield the chunk of the entry's extended attributes, if it has one."""
         if entry.flags & FLAG_XATTRS_CHUNK and entry.xattrs:
             id_ = ChunkId(entry.xattrs[0][1])
             if id_ not in self._seen:
                 self._seen.add(id_)
-                yield Reached(id_, "xattrs", path if self._paths else b"", entry)
+                yield Reached(id_, "xattrs", entry)
 
-    def content(self, entry: Entry, path: bytes) -> Iterator[Reached]:
+    def content(self, entry: Entry) -> Iterator[Reached]:
         """Yield the chunks of a regular file with content."""
-        height, path = entry.map_height, path if self._paths else b""
+        height = entry.map_height
         if height == 0:
             id_ = ChunkId(entry.content)
             if id_ not in self._seen_data:
                 self._seen_data.add(id_)
-                yield Reached(id_, "data", path, entry, 0)
+                yield Reached(id_, "data", entry, 0)
             return
         end = blocks_of(entry.size_bytes, self._block_size)
         stack = [(ChunkId(entry.content), height, 0)]
@@ -183,7 +178,7 @@ class _Walk:
             if id_ in self._seen:
                 continue
             self._seen.add(id_)
-            reached = Reached(id_, "map", path, entry, first)
+            reached = Reached(id_, "map", entry, first)
             yield reached
             try:
                 ids = self._maps.node(id_, height)
@@ -200,15 +195,7 @@ class _Walk:
                     stack.append((child, height - 1, block))
                 elif child not in self._seen_data:
                     self._seen_data.add(child)
-                    yield Reached(child, "data", path, entry, block)
-
-    def _place(self, path: bytes, entry: Entry, links: bool) -> bytes:
-        if not self._paths:
-            return b""
-        if links:
-            # An inode of the link table has several paths; its number stands for them.
-            return b"%s#%d" % (path, int.from_bytes(entry.name, "big"))
-        return path.rstrip(b"/") + b"/" + entry.name
+                    yield Reached(child, "data", entry, block)
 
     def _damaged(self, reached: Reached, error: Damaged) -> None:
         if self._on_damage is None:

@@ -304,7 +304,7 @@ def test_a_failed_early_marking_is_thrown_away(
 
     def fail_half_way(marks: gc.LiveChunks, id_: SnapshotId, *rest: Any, **named: Any) -> int:
         if next(failures, False):
-            marks._nodes.add(repository.snapshots.load(id_).roots[0].entry.content)  # type: ignore[arg-type]
+            marks.nodes.add(repository.snapshots.load(id_).roots[0].entry.content)  # type: ignore[arg-type]
             raise NotFound("gone meanwhile")
         return mark(marks, id_, *rest, **named)
 

@@ -45,8 +45,9 @@ from support.remote_world import (
 )
 
 from ciuic.config import TierRule
+from ciuic.errors import CiuicError
 from ciuic.maintenance.check import CheckReport
-from ciuic.remote import log_reader
+from ciuic.remote import log_reader, remote_index
 from ciuic.remote.documents import (
     LiveManifest,
     LogFence,
@@ -80,7 +81,7 @@ from ciuic.remote.object_names import (
 from ciuic.remote.objects.model import Objects, RemoteUnreachable
 from ciuic.remote.objects.storage_classes import ListedClass
 from ciuic.remote.pack import RemotePackReader
-from ciuic.remote.remote_index import RemoteIndex
+from ciuic.remote.remote_index import RemoteIndex, list_packs
 from ciuic.remote.upkeep import check, cold_packs, collection_round
 from ciuic.remote.upkeep.check import mend_rounds
 from ciuic.remote.upkeep.cold_packs import AgedSnapshot, _Mover
@@ -481,9 +482,10 @@ def checker(objects: Objects, say: Callable[[Any], None]) -> None:
     for finding in report.findings:
         if finding.severity != "info":
             say(Claim(f"sound, and called damaged: {finding.message}"))
-    for pack in check.check_packs(objects, seals, check.listed_packs(objects), threads=1):
-        if pack.problem:
-            say(Claim(f"sound, and called damaged: {pack.problem}"))
+    packs = list_packs(objects)
+    for _, found in remote_index.read_tables(objects, seals, packs, packs, 1):
+        if isinstance(found, CiuicError):
+            say(Claim(f"sound, and called damaged: {found.message}"))
 
 
 @pytest.fixture
@@ -596,13 +598,13 @@ def test_search_finds_a_forgotten_removal(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("young")
 def test_search_finds_a_deleted_pack_called_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search finds a false alarm where a pack that a round deletes after it was listed is damage."""
-    real = check._check_pack
+    real = remote_index.read_tables
 
-    def strict(objects: Any, seals: Any, packs: Any, ref: PackRef, *, whole: bool) -> Any:
-        found = real(objects, seals, packs, ref, whole=whole)
-        return check._CheckedPack(ref, 0, [], f"{pack_name(ref)} is gone") if found is None else found
+    def strict(*asked: Any) -> Iterator[tuple[PackRef, Any]]:
+        for ref, found in real(*asked):
+            yield ref, CiuicError(f"{pack_name(ref)} is gone") if found is None else found
 
-    monkeypatch.setattr(check, "_check_pack", strict)
+    monkeypatch.setattr(remote_index, "read_tables", strict)
     _, manifest = first_bucket()
     problem, _ = checked(50_000, collector(0), remover(manifest))
     assert "called damaged" in problem

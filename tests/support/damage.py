@@ -378,7 +378,7 @@ def look(copy: Path) -> Found:
                 for damage in verify_snapshots(repository, checksum=True).damages
             ]
             report = check(repository, read_data=True)
-            words += [f"{finding.kind} {finding.message} {finding.snapshot}" for finding in report.findings]
+            words += [f"{finding.kind} {finding.message} {finding.snapshots}" for finding in report.findings]
             return Found([entry for entry in words if "that no snapshot needs" not in entry])
     except Damaged as error:
         return Found([error.message], opens=False)

@@ -157,7 +157,6 @@ OURS: Final[dict[str, str]] = {
     "ciuic/protocol/peer_socket.py": "credentials, written by the kernel",
     "ciuic/system/processes.py": "an answer of the kernel",
     "ciuic/repository/extent_sharing.py": "an answer of the kernel",
-    "ciuic/repository/snapshot_walk.py": "numbers of names that treeformat has checked",
     "ciuic/system/spill.py": "a new file without a name",
     "ciuic/protocol/state_directory.py": "an answer of the kernel",
     "ciuic/training/name_lock.py": "an answer of the kernel",

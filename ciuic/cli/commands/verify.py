@@ -435,8 +435,8 @@ def check_command(
 ) -> int:
     """Check the repository's consistency: configuration, snapshot files, index, structure, packs.
 
-    Exit 4 if damage is left. Of packs, header, size and footer are looked at; what they hold is read with --read-data alone.
-    `ciuic verify --all --checksum` names the files that damage touches.
+    Exit 4 if damage is left, which is named with its files and snapshots. Of packs, header, size and footer are looked at; what they
+    hold is read with --read-data alone.
 
     With --remote the same of a remote; --repair takes what is lost there from its other copies and from this host's repository. With
     --behind-deletions: which objects were deleted, overwritten or forged in a bucket with versions; --repair stores the sound
@@ -476,7 +476,7 @@ def check_command(
             DamagedPlace(
                 where=shown_text(finding.message),
                 reason=finding.kind,
-                snapshots=(finding.snapshot,) if finding.snapshot else (),
+                snapshots=finding.snapshots,
                 by="check",
                 found_ns=session.now_ns,
                 seen_ns=session.now_ns,
@@ -537,7 +537,7 @@ def _report_document(report: CheckReport) -> dict[str, object]:
                 "kind": finding.kind,
                 "message": finding.message,
                 "hint": finding.hint,
-                "snapshot": finding.snapshot or None,
+                "snapshot": finding.snapshots[0] if finding.snapshots else None,
                 "chunk": finding.chunk.hex() if finding.chunk else None,
                 "repaired": finding.repaired,
             }

@@ -23,9 +23,9 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from itertools import chain, islice, zip_longest
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from ciuic.errors import Damaged, NotFound, NotPermitted
@@ -45,7 +45,7 @@ from ciuic.remote.reading.remote_packs import (
 )
 from ciuic.remote.reading.remote_snapshots import RemoteSnapshots
 from ciuic.remote.reading.retry_policy import RetryPolicy
-from ciuic.remote.remote_index import IndexRefresh, RemoteIndex, RemotePack
+from ciuic.remote.remote_index import IndexRefresh, RemoteIndex, RemotePack, read_ahead
 from ciuic.repository import Repository
 from ciuic.repository import log as events
 from ciuic.repository.chunk_reader import BadCopyError, read_base, unpack
@@ -493,23 +493,14 @@ def _scrub_remote(
         return _damages(reader, own.repository, number)
 
     # Small packs take three requests each, one after the other, and mostly wait for the store.
-    threads = ThreadPoolExecutor(_PACKS_AT_ONCE, "scrub")
-    numbers = iter(sizes)
-    reading: deque[Future[list[PackDamage]]] = deque()
-    try:
-        for number, size_bytes in sizes.items():
-            for ahead in islice(numbers, _PACKS_AT_ONCE - len(reading)):
-                reading.append(threads.submit(scrub, ahead))
-            yield from reading.popleft().result()
-            between()
-            done_bytes += size_bytes
-            if progress is not None:
-                progress(done_bytes, all_bytes)
-            if not goes_on(number):
-                return
-    finally:
-        # Not waited for: after an error, or an interruption, others may repeat a request for minutes.
-        threads.shutdown(wait=False, cancel_futures=True)
+    for number, damages in read_ahead(scrub, sizes, _PACKS_AT_ONCE, _PACKS_AT_ONCE - 1):
+        yield from damages
+        between()
+        done_bytes += sizes[number]
+        if progress is not None:
+            progress(done_bytes, all_bytes)
+        if not goes_on(number):
+            return
 
 
 def _damages(reader: SpaceReader, repository: Repository, number: int) -> list[PackDamage]:

@@ -35,7 +35,6 @@ References:
 from __future__ import annotations
 
 import os
-import random
 import shlex
 import tempfile
 import threading
@@ -48,8 +47,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from ciuic.errors import Damaged, NotFound
-from ciuic.maintenance.check import CheckFinding, CheckReport, Kind, Severity
+from ciuic.errors import CiuicError, Damaged, NotFound
+from ciuic.maintenance.check import CheckFinding, CheckReport, Severity, add_damage
 from ciuic.maintenance.verify import Damage, VerifyProgress, verify_snapshots
 from ciuic.remote.access import KeySlots
 from ciuic.remote.documents import (
@@ -79,13 +78,11 @@ from ciuic.remote.log_reader import (
 from ciuic.remote.object_names import (
     MANIFESTS_PREFIX,
     MAX_NUMBER,
-    PACKS_PREFIX,
     ROUNDS_PREFIX,
     PackRef,
     RoundPart,
     is_slot,
     new_hex_id,
-    new_pack_ref,
     pack_name,
     parse_manifest,
     parse_pack,
@@ -95,17 +92,13 @@ from ciuic.remote.object_names import (
 )
 from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, Objects
 from ciuic.remote.pack import (
-    MAX_PACK_BYTES,
-    PackLimit,
+    PackFiller,
     RemotePackReader,
-    RemotePackWriter,
-    pack_bytes_of,
-    store_pack,
 )
 from ciuic.remote.reading.opening import ReadableRemote
 from ciuic.remote.reading.remote_repository import RemoteRepository, SpaceReader
 from ciuic.remote.reading.remote_snapshots import CommittedEntry, Manifests, RemoteSnapshots
-from ciuic.remote.remote_index import RemoteIndex
+from ciuic.remote.remote_index import RemoteIndex, list_packs, read_tables
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.remote.upkeep.collect import open_collector, operator_log
 from ciuic.remote.upkeep.collection_round import CollectionPolicy
@@ -144,27 +137,14 @@ def _store_again(
     reader: SpaceReader, contents: Iterable[tuple[ChunkId, Bytes]], kinds: Mapping[ChunkId, PackKind]
 ) -> int:
     """Store chunks in new packs, of these kinds; return how many. Nothing has to be committed: live snapshots refer to them."""
-    writers: dict[PackKind, RemotePackWriter] = {}
-    limit = PackLimit()
-    sealer = reader.space.sealer
+    filler = PackFiller(reader.space.objects, reader.space.sealer)
     number = 0
-
-    def send(kind: PackKind) -> None:
-        store_pack(reader.space.objects, sealer, writers.pop(kind), limit, lambda: new_pack_ref(kind))
-
     for chunk, content in contents:
-        kind = kinds[chunk]
-        if kind in writers and not writers[kind].fits(len(content)):
-            send(kind)
-        if kind not in writers:
-            room = max(limit.max_bytes, pack_bytes_of(len(content)))
-            writers[kind] = RemotePackWriter(sealer, new_pack_ref(kind), capacity_bytes=room)
         record = PackRecord(chunk, 0, len(content), len(content), 0, checksum(content), b"")
-        if writers[kind].add(record, content) is None:
-            raise AssertionError("a new pack has room for a chunk")
+        filler.add(kinds[chunk], record, content)
         number += 1
-    for kind in list(writers):
-        send(kind)
+    for kind in set(kinds.values()):
+        filler.send(kind)
     return number
 
 
@@ -196,16 +176,16 @@ def _check_logs(reader: SpaceReader, report: CheckReport) -> None:
     for damaged in logs.damaged.values():
         for name, reason in damaged.problems.items():
             text = f"{name} is damaged: {reason}"
-            report.findings.append(CheckFinding("error", "log", text, "ciuic check --remote --repair"))
+            report.found("error", "log", text, "ciuic check --remote --repair")
     _tell_writers(reader, logs, report)
     for one in _unlogged(reader, logs):
         text = f"{one.name} is stored, and no log commits or removes it: {one.reason}"
-        report.findings.append(CheckFinding("error", "log", text, "ciuic check --remote --repair"))
+        report.found("error", "log", text, "ciuic check --remote --repair")
     if logs.damaged:
         for lost in _find_lost_commits(reader, logs):
             text = f"{lost.live.snapshot} of {lost.manifest.host} is stored, and no readable entry commits it"
             hint = "ciuic check --remote --repair commits it again"
-            report.findings.append(CheckFinding("warning", "log", text, hint, snapshot=lost.live.snapshot))
+            report.found("warning", "log", text, hint, (str(lost.live.snapshot),))
             report.damaged_snapshots.add(str(lost.live.snapshot))
 
 
@@ -222,7 +202,7 @@ def _tell_writers(reader: SpaceReader, logs: LogReader, report: CheckReport) -> 
         )
         if number > 1:
             text = f"{number} writers upload the repository {repository}, each with a retention of its own"
-            report.findings.append(CheckFinding("info", "log", text, SEVERAL_WRITERS))
+            report.found("info", "log", text, SEVERAL_WRITERS)
 
 
 def _unlogged(reader: SpaceReader, logs: LogReader) -> list[UnloggedManifest]:
@@ -411,18 +391,14 @@ def _store_lacking(
 _PARTS_IN_ORDER: Final[tuple[RoundPart, ...]] = ("begun", "final", "done")
 
 
-def repair_rounds(reader: SpaceReader) -> None:
+def mend_rounds(objects: Objects, sealer: Sealer, new_id: Callable[[], str] = new_hex_id) -> None:
     """Delete planted objects of rounds, and end a round that cannot be read; durable on return.
 
+    Any error may be raised between two requests, and another call goes on; ``new_id`` is for tests.
+
     Raises:
-        RemoteUnreachable: the store did not answer for too long.
         RemoteRefused: these credentials may not write, or not delete.
     """
-    reader.retry.call(lambda: mend_rounds(reader.space.objects, reader.space.sealer))
-
-
-def mend_rounds(objects: Objects, sealer: Sealer, new_id: Callable[[], str] = new_hex_id) -> None:
-    """Carry out `repair_rounds`. Any error may be raised between two requests, and another call goes on; ``new_id`` is for tests."""
     parts: dict[int, set[RoundPart]] = {}
     for info in objects.list(ROUNDS_PREFIX):
         if name := parse_round(info.name):
@@ -505,110 +481,7 @@ def _is_readable(objects: Objects, sealer: Sealer, round_: int, part: RoundPart)
     return True
 
 
-# Whole packs in memory at once: 64 MiB each.
-_WHOLE_PACKS_AT_ONCE: Final = 2
-
-
-class _CheckedPack(NamedTuple):
-    """Result of the check of one pack."""
-
-    ref: PackRef
-    size_bytes: int
-    """Size as the listing says."""
-    records: list[PackRecord]
-    """Its table; empty if it is damaged."""
-    problem: str
-    """Defect in words; empty if there is none."""
-    archived: bool = False
-    """The pack is archived, and the copy of its table is lost."""
-
-
-def listed_packs(objects: Objects) -> dict[PackRef, int]:
-    """Return the packs that are there, with their sizes."""
-    return {
-        ref: info.size_bytes
-        for info in objects.list(PACKS_PREFIX)
-        if (ref := parse_pack(info.name)) is not None
-    }
-
-
-def check_packs(
-    objects: Objects,
-    sealer: Sealer,
-    packs: dict[PackRef, int],
-    *,
-    read_share: float = 0.0,
-    rng: random.Random | None = None,
-    threads: int = 8,
-) -> Iterator[_CheckedPack]:
-    """Yield each pack with what is wrong with it. A pack that was deleted meanwhile is left out.
-
-    Args:
-        objects: The remote.
-        sealer: Its seals.
-        packs: Packs to check, as `listed_packs` returns them.
-        read_share: Share of the packs of which every byte is read and verified, from 0 to 1; of the others only the
-            table.
-        rng: Chooses those that are read.
-        threads: Tables that are read at the same time.
-    """
-    rng = rng or random.Random()
-    refs = list(packs)
-    whole = set(rng.sample(refs, round(len(refs) * min(max(read_share, 0.0), 1.0))))
-    tables = (ref for ref in refs if ref not in whole)
-    yield from _in_threads(objects, sealer, packs, tables, threads, whole=False)
-    yield from _in_threads(
-        objects, sealer, packs, sorted(whole), min(threads, _WHOLE_PACKS_AT_ONCE), whole=True
-    )
-
-
-def _in_threads(
-    objects: Objects,
-    sealer: Sealer,
-    packs: dict[PackRef, int],
-    refs: Iterable[PackRef],
-    threads: int,
-    *,
-    whole: bool,
-) -> Iterator[_CheckedPack]:
-    check = partial(_check_pack, objects, sealer, packs, whole=whole)
-    waiting = list(refs)
-    pool = ThreadPoolExecutor(threads)
-    try:
-        # In groups, so that results do not pile up faster than the caller takes them.
-        for start in range(0, len(waiting), 4 * threads):
-            for result in pool.map(check, waiting[start : start + 4 * threads]):
-                if result is not None:
-                    yield result
-    finally:
-        # Not waited for after an interruption, as in `remote_index`.
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _check_pack(
-    objects: Objects, sealer: Sealer, packs: dict[PackRef, int], ref: PackRef, *, whole: bool
-) -> _CheckedPack | None:
-    reader = RemotePackReader(sealer, ref)
-    try:
-        if packs[ref] > MAX_PACK_BYTES:
-            raise DamagedRemote(reader.name, f"it has {packs[ref]} bytes, which no pack has")
-        if whole:
-            records = read_document(objects, reader.name, reader.check, MAX_PACK_BYTES)
-            return _CheckedPack(ref, packs[ref], records, "")
-        return _CheckedPack(ref, packs[ref], reader.read_table(objects), "")
-    except NoSuchObject:
-        return None
-    except (Damaged, UnsupportedFormat, ArchivedObject) as error:
-        return _CheckedPack(ref, packs[ref], [], error.message, isinstance(error, ArchivedObject))
-
-
 _REPAIR_HINT = "ciuic check --remote --repair, on a host whose repository has it"
-_KINDS: dict[str, Kind] = {
-    "snapshot": "snapshot",
-    "pack": "pack",
-    "data": "damaged chunk",
-    "xattrs": "damaged chunk",
-}
 
 
 class SpaceDamage(NamedTuple):
@@ -653,7 +526,7 @@ def check_remote(
 def _check_top(opened: ReadableRemote, report: CheckReport) -> None:
     """Add lost identities of repositories, and key slots that cannot be used, to the report."""
     for lost in opened.lost_spaces:
-        report.findings.append(CheckFinding("error", "configuration", lost.message, lost.hint or ""))
+        report.found("error", "configuration", lost.message, lost.hint or "")
     slots = KeySlots(opened.remote.objects)
     opened.readers[0].retry.call(slots.all)
     for one in slots.unusable:
@@ -663,7 +536,7 @@ def _check_top(opened: ReadableRemote, report: CheckReport) -> None:
             ", and keys add with another key" if is_ours else ""
         )
         severity: Severity = "error" if is_ours else "warning"
-        report.findings.append(CheckFinding(severity, "key slot", one.problem.message, hint))
+        report.found(severity, "key slot", one.problem.message, hint)
 
 
 def _check_space(
@@ -677,15 +550,15 @@ def _check_space(
     """Check one space, add what is found to the report, and return what a repair has to mend."""
     space = reader.space
     _check_rounds(reader, report)
-    packs = listed_packs(space.objects)
+    packs = list_packs(space.objects)
     damaged: set[PackRef] = set()
-    for pack in check_packs(space.objects, space.sealer, packs):
-        if pack.problem:
-            damaged.add(pack.ref)
+    for ref, found in read_tables(space.objects, space.sealer, packs, packs, _READING_THREADS):
+        if isinstance(found, CiuicError):
+            damaged.add(ref)
             hint = "what snapshots need of it is reported as well, and nothing else is lost"
-            if pack.archived:
+            if isinstance(found, ArchivedObject):
                 hint = "its copy of the table is lost: ciuic remote thaw the snapshots that lack chunks, then ciuic remote tier"
-            report.findings.append(CheckFinding("error", "pack", pack.problem, hint))
+            report.found("error", "pack", found.message, hint)
     # Tables that decayed since the cache learned them say nothing any more.
     reader.lookup.refresh()
     reader.lookup.forget(damaged)
@@ -693,23 +566,22 @@ def _check_space(
     chunks: dict[ChunkId, PackKind] = {}
     snapshots: set[str] = set()
     for damage in result.damages:
-        ref = parse_pack(damage.file.removeprefix(f"{space.objects.url}/"))
-        if damage.kind == "pack" and damage.chunk is None and ref in damaged:
+        pack = parse_pack(damage.file.removeprefix(f"{space.objects.url}/"))
+        if damage.kind == "pack" and damage.chunk is None and pack in damaged:
             continue
-        report.findings.append(_finding(damage))
-        report.damaged_snapshots.update(map(str, damage.snapshots))
-        if ref is not None:
-            damaged.add(ref)
+        add_damage(report, damage, _REPAIR_HINT, in_pack=bool(damage.file))
+        if pack is not None:
+            damaged.add(pack)
         if damage.chunk is not None:
-            chunks[damage.chunk] = _pack_kind(damage, ref)
+            chunks[damage.chunk] = _pack_kind(damage, pack)
         if damage.kind == "snapshot":
             snapshots.update(map(str, damage.snapshots))
     if reader.archived:
         text = f"{plural(len(reader.archived), 'pack is', 'packs are')} archived, and not read"
-        report.findings.append(CheckFinding("info", "pack", text, "thaw them first: ciuic remote thaw"))
+        report.found("info", "pack", text, "thaw them first: ciuic remote thaw")
     report.snapshots += len(result.snapshots)
     report.packs += len(packs)
-    report.stored_bytes += sum(packs.values())
+    report.stored_bytes += sum(info.size_bytes for info in packs.values())
     return SpaceDamage(chunks, frozenset(damaged), frozenset(snapshots))
 
 
@@ -717,16 +589,6 @@ def _pack_kind(damage: Damage, ref: PackRef | None) -> PackKind:
     if ref is not None:
         return split_ref(ref)[0]
     return "data" if damage.kind == "data" else "meta"
-
-
-def _finding(damage: Damage) -> CheckFinding:
-    where = damage.path.decode(errors="surrogateescape") if damage.path else damage.file
-    snapshots = ", ".join(damage.snapshots)
-    text = f"{where}: {damage.reason}" + (f"; in {snapshots}" if snapshots else "")
-    missing = damage.chunk is not None and not damage.file
-    kind: Kind = "missing chunk" if missing else _KINDS.get(damage.kind, "structure")
-    snapshot = str(damage.snapshots[0]) if damage.snapshots else ""
-    return CheckFinding("error", kind, text, _REPAIR_HINT, snapshot=snapshot, chunk=damage.chunk)
 
 
 def _check_rounds(reader: SpaceReader, report: CheckReport) -> None:
@@ -740,15 +602,13 @@ def _check_rounds(reader: SpaceReader, report: CheckReport) -> None:
                 read_round(reader.space.objects, reader.space.sealer, rounds.finished, "done")
     except (Damaged, UnsupportedFormat) as error:
         hint = "" if isinstance(error, UnsupportedFormat) else "ciuic check --remote --repair"
-        report.findings.append(CheckFinding("error", "round", error.message, hint))
+        report.found("error", "round", error.message, hint)
         return
     for problem in rounds.damaged.values():
-        report.findings.append(CheckFinding("error", "round", problem.message, problem.hint or ""))
+        report.found("error", "round", problem.message, problem.hint or "")
     if rounds.unfinished is not None and not rounds.damaged:
         text = f"the collection {rounds.unfinished} is under way or was interrupted"
-        report.findings.append(
-            CheckFinding("info", "round", text, "ciuic prune --remote ends it; uploads go on")
-        )
+        report.found("info", "round", text, "ciuic prune --remote ends it; uploads go on")
 
 
 # A node that is stored again may refer to others that are missing: as many passes as trees are deep.
@@ -789,7 +649,7 @@ def repair_remote(
     with reopen() as opened:
         for reader in opened.readers:
             _check_rounds(reader, before)
-            repair_rounds(reader)
+            reader.retry.call(partial(mend_rounds, reader.space.objects, reader.space.sealer))
             _check_logs(reader, before)
             _repair_logs(reader, _sharing(local, reader), host, caches)
     for number in range(_MAX_PASSES):

@@ -39,6 +39,7 @@ import msgspec
 
 from ciuic.config import TierRule
 from ciuic.errors import Damaged
+from ciuic.maintenance.chunkset import NeededChunks
 from ciuic.remote.documents import LiveManifest
 from ciuic.remote.log_reader import LogReader
 from ciuic.remote.object_names import (
@@ -64,7 +65,7 @@ from ciuic.remote.reading.remote_repository import RemoteRepository, SpaceReader
 from ciuic.remote.reading.remote_snapshots import CommittedEntry, Manifests, RemoteSnapshots
 from ciuic.remote.remote_index import RemoteIndex, cold_packs, list_packs
 from ciuic.remote.upkeep.collect import operator_log
-from ciuic.remote.upkeep.collection_round import LiveChunks, NeededChunks, add_bases, live_chunks, live_groups
+from ciuic.remote.upkeep.collection_round import LiveChunks, add_bases, live_chunks, live_groups
 from ciuic.remote.writer_log import WriterLog
 from ciuic.repository.block_maps import blocks_of
 from ciuic.repository.errors import UnsupportedFormat
@@ -745,12 +746,6 @@ def _open_mover(
         between: Called often.
     """
     space = reader.space
-    marked = live_chunks(reader, between=between)
-
-    def mark(snapshots: Mapping[str, LiveManifest]) -> NeededChunks:
-        reader.lookup.refresh()
-        return marked(snapshots)
-
     with reader.cache.index_path() as path:
         index = RemoteIndex.open(path)
         try:
@@ -762,7 +757,7 @@ def _open_mover(
                     space.objects, space.sealer, cache_path=str(reader.cache.path / "operator.logs")
                 ),
                 index=index,
-                mark=mark,
+                mark=live_chunks(reader, between=between),
             )
         finally:
             index.close()

@@ -9,13 +9,13 @@ it again only when told to (``ciuic remote upload --again``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Final, NamedTuple
 
 from ciuic.errors import CiuicError, Damaged
-from ciuic.remote.documents import GivenUp, LiveManifest
+from ciuic.remote.documents import GivenUp
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.host_status import expired_statuses
 from ciuic.remote.log_reader import LogReader, Rounds
@@ -31,7 +31,6 @@ from ciuic.remote.upkeep.collection_round import (
     CollectionPolicy,
     CollectionResult,
     Collector,
-    NeededChunks,
     live_chunks,
 )
 from ciuic.remote.writer_log import WriterLog, WriterState
@@ -185,13 +184,6 @@ def open_collector(
 ) -> Iterator[Collector]:
     """Provide a collector of a space, with an index of its own in the cache, or a ``fresh`` one; by default it has this host's brake."""
     space = reader.space
-    marked = live_chunks(reader, between=between)
-
-    def mark(snapshots: Mapping[str, LiveManifest]) -> NeededChunks:
-        # Trees may have moved to new packs since the reader listed them, in a round of this very collection.
-        reader.lookup.refresh()
-        return marked(snapshots)
-
     policy = policy._replace(cold=cold_packs(space.objects))
     with nullcontext() if fresh else reader.cache.index_path() as path:
         index = RemoteIndex.open(path)
@@ -204,7 +196,7 @@ def open_collector(
                     space.objects, space.sealer, cache_path=str(reader.cache.path / "operator.logs")
                 ),
                 index=index,
-                mark=mark,
+                mark=live_chunks(reader, between=between),
                 brake=brake or _brake(reader),
                 policy=policy,
             )

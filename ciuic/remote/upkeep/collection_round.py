@@ -47,7 +47,7 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 
 from ciuic.errors import Damaged, NotFound
-from ciuic.maintenance.chunkset import ChunkSet
+from ciuic.maintenance.chunkset import NeededChunks
 from ciuic.remote.documents import (
     MAX_MANIFESTS,
     MAX_PACKS,
@@ -86,12 +86,10 @@ from ciuic.remote.object_names import (
 from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, ObjectInfo, Objects, RefusedBody
 from ciuic.remote.pack import (
     ROW_BYTES,
+    PackFiller,
     PackLimit,
     RemotePackReader,
-    RemotePackWriter,
     in_runs,
-    pack_bytes_of,
-    store_pack,
 )
 from ciuic.remote.reading.remote_repository import RemoteRepository, SpaceReader
 from ciuic.remote.reading.remote_snapshots import CommittedEntry, Manifests, RemoteSnapshots, stored_manifest
@@ -99,7 +97,6 @@ from ciuic.remote.remote_index import ChunkCopy, RemoteIndex, cold_packs
 from ciuic.remote.sealing.sealer import TAG_BYTES, Sealer
 from ciuic.remote.upkeep.brake import Brake
 from ciuic.remote.writer_log import LogUpkeep, WriterLog, append_to_log
-from ciuic.repository import Walker
 from ciuic.repository.chunk_reader import MAX_READ_BASE_DEPTH
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.model import ChunkLocation, PackKind, PackRecord
@@ -194,25 +191,6 @@ def live_groups(index: RemoteIndex, live: LiveChunks) -> Iterator[tuple[bytes, l
             yield chunk, list(copies)
 
 
-class NeededChunks:
-    """Chunks that snapshots refer to. May claim, once in 10^12 lookups, to have one that it has not."""
-
-    def __init__(self) -> None:
-        # Nodes exactly, because a wrong "seen" would skip a subtree; data by fingerprints of 11 to 16 bytes.
-        self.nodes: set[ChunkId] = set()
-        self.data = ChunkSet()
-
-    def __contains__(self, chunk: object) -> bool:
-        return chunk in self.nodes or chunk in self.data
-
-    def __len__(self) -> int:
-        return len(self.nodes) + len(self.data)
-
-    def add(self, chunk: ChunkId) -> None:
-        """Add a chunk."""
-        self.data.add(chunk)
-
-
 # Manifests that are read ahead of the walk: the cache keeps them until then.
 _MANIFESTS_AHEAD: Final = 256
 _MANIFEST_THREADS: Final = 16
@@ -232,12 +210,14 @@ def live_chunks(
     """
 
     def mark(snapshots: Mapping[str, LiveManifest]) -> NeededChunks:
+        # Trees may have moved to new packs since the reader listed them, in a round of this very collection.
+        reader.lookup.refresh()
         manifests = Manifests(reader.space, reader.cache)
         # By manifest, because ids of snapshots may occur twice.
         entries = {name: CommittedEntry(live, manifests) for name, live in snapshots.items()}
         found = RemoteSnapshots(entries)
         needed = NeededChunks()
-        walker = Walker(RemoteRepository(reader, found), seen=needed.nodes, seen_data=needed.data)
+        walker = needed.walker(RemoteRepository(reader, found))
         names = list(entries)
         for start in range(0, len(names), _MANIFESTS_AHEAD):
             some = names[start : start + _MANIFESTS_AHEAD]
@@ -256,17 +236,11 @@ def live_chunks(
 _REPACKED_AT_ONCE = 32
 
 
-class Repacker:
+class Repacker(PackFiller):
     """Writer of new packs from records of old ones. Records are verified, and sealed anew.
 
     Nothing is committed for a new pack: until a round condemns the old one both have the chunks, and any round that
     condemns either sees the other.
-
-    Args:
-        objects: The remote.
-        sealer: Its seals.
-        limit: Size of packs that the store takes; None for the usual one.
-        new_ref: For tests.
     """
 
     def __init__(
@@ -277,15 +251,9 @@ class Repacker:
         limit: PackLimit | None = None,
         new_ref: Callable[[PackKind], PackRef] = new_pack_ref,
     ) -> None:
-        self._objects = objects
-        self._sealer = sealer
-        self._limit = limit or PackLimit()
-        self._new_ref = new_ref
-        self._open: dict[PackKind, RemotePackWriter] = {}
+        super().__init__(objects, sealer, limit=limit, new_ref=new_ref)
         # Packs whose chunks are partly in a pack that was not sent yet.
         self._waiting: dict[PackKind, list[PackRef]] = {"data": [], "meta": []}
-        self.written: list[PackRef] = []
-        """New packs, stored."""
         self.copied: list[PackRef] = []
         """Old packs whose needed chunks are all in new packs that are stored."""
         self.bytes = 0
@@ -301,7 +269,7 @@ class Repacker:
                 continue
             self._waiting[kind].append(ref)
         for kind in ("data", "meta"):
-            self._send(kind)
+            self.send(kind)
             self.copied += self._waiting[kind]
 
     def _copy(self, ref: PackRef, kind: PackKind, chunks: Collection[bytes]) -> None:
@@ -310,22 +278,8 @@ class Repacker:
         for start in range(0, len(records), _REPACKED_AT_ONCE):
             some = records[start : start + _REPACKED_AT_ONCE]
             for record, stored in zip(some, reader.read_records(self._objects, some), strict=True):
-                if kind in self._open and not self._open[kind].fits(record.stored_bytes):
-                    self._send(kind)
-                self._writer(kind, record.stored_bytes).add(record, stored)
+                self.add(kind, record, stored)
                 self.bytes += record.stored_bytes
-
-    def _writer(self, kind: PackKind, stored_bytes: int) -> RemotePackWriter:
-        if kind not in self._open:
-            room = max(self._limit.max_bytes, pack_bytes_of(stored_bytes))
-            self._open[kind] = RemotePackWriter(self._sealer, self._new_ref(kind), capacity_bytes=room)
-        return self._open[kind]
-
-    def _send(self, kind: PackKind) -> None:
-        writer = self._open.pop(kind, None)
-        if writer is not None and writer.records:
-            packs = store_pack(self._objects, self._sealer, writer, self._limit, lambda: self._new_ref(kind))
-            self.written += [PackRef(pack.ref) for pack in packs]
 
 
 class _CountingRepacker(Repacker):

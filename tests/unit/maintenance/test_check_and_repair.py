@@ -10,8 +10,9 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
-from support.stored import IDENTITIES, flip, flip_stored, read_back, store
+from support.stored import IDENTITIES, flip, flip_stored, put_file, read_back, store
 
 from ciuic.errors import Busy
 from ciuic.maintenance.check import CheckReport, check, summary
@@ -19,7 +20,7 @@ from ciuic.maintenance.prune import prune
 from ciuic.maintenance.verify import verify_snapshots
 from ciuic.repository import Repository
 from ciuic.repository.locks import Claim
-from ciuic.types import ChunkId, Snapshot
+from ciuic.types import ChunkId, RootRecord, Snapshot, SnapshotDraft, SnapshotId
 
 BLOCK = 4096
 
@@ -88,6 +89,30 @@ def test_a_sound_repository_has_no_findings(repository: Repository, snapshot: Sn
         assert not report.damaged
 
 
+def test_a_sound_block_that_does_not_fit_its_file_stays_an_error(
+    repository: Repository, snapshot: Snapshot
+) -> None:
+    """A file with another size than its block has is damage, which repair does not call mended by a good copy."""
+    with repository.writer() as writer:
+        crafted = msgspec.structs.replace(put_file(writer, b"short", noise(5, 100)), size_bytes=99)
+        ref = writer.update_tree(b"", {b"short": crafted})
+        entry = msgspec.structs.replace(snapshot.roots[0].entry, content=ref.id)
+        writer.commit(
+            SnapshotDraft(
+                id=SnapshotId("cs-000002"),
+                time_ns=3 * 10**9,
+                host="test",
+                roots=(RootRecord(path=b"/root", entry=entry),),
+            )
+        )
+    for repair in (False, True):
+        report = looked(repository, repair=repair, read_data=repair)
+        assert kinds(report) == [("error", "damaged chunk", False)]
+        message = report.findings[0].message
+        assert message.startswith("/root/short, block 0: ")
+        assert message.endswith("a block of 99 bytes has 100; in cs-000002")
+
+
 def test_an_empty_repository_is_sound(repository: Repository) -> None:
     """A repository without snapshots is sound."""
     assert looked(repository, read_data=True).findings == []
@@ -137,7 +162,7 @@ def test_a_missing_pack_is_reported_with_paths_and_snapshots(
     missing = [finding for finding in report.findings if finding.kind == "missing chunk"]
     # A pack may hold blocks of several files, and blocks are checked in the order of their ids.
     assert any("model.bin" in finding.message for finding in missing)
-    assert {finding.snapshot for finding in missing} == {snapshot.id}
+    assert {one for finding in missing for one in finding.snapshots} == {snapshot.id}
 
 
 def test_a_damaged_tree_is_named_and_makes_no_garbage(repository: Repository, snapshot: Snapshot) -> None:

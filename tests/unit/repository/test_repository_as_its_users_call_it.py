@@ -22,7 +22,7 @@ from ciuic.errors import Busy, NotFound, UsageError
 from ciuic.repository import Repository, RepositoryExists, Walker, is_zero, new_snapshot_id
 from ciuic.repository.locks import Lock
 from ciuic.repository.writing import chunk_store
-from ciuic.types import Entry, RootRecord, SnapshotDraft, SnapshotId
+from ciuic.types import ChunkId, Entry, RootRecord, SnapshotDraft, SnapshotId
 
 
 @pytest.fixture(params=IDENTITIES)
@@ -402,19 +402,17 @@ def test_walker_with_on_damage_continues_past_damage(repository: Repository) -> 
     with repository.writer() as writer:
         make_snapshot(writer, "cs-000001", {b"a": content(2, 3), b"b": content(4, 3)})
     snapshot = repository.snapshots.load(SnapshotId("cs-000001"))
-    reached = list(Walker(repository).walk(snapshot, paths=True))
+    reached = list(Walker(repository).walk(snapshot))
     assert len({item.id for item in reached}) == len(reached)
     kinds = [item.kind for item in reached]
     # Where a tree is cut depends on the repository's seed: two entries may lie in one node, or in two below one of the next level,
     # whose two entries may be cut as well.
     assert (kinds.count("map"), kinds.count("data"), kinds.count("tree") % 2) == (2, 6, 1)
-    assert {item.path for item in reached if item.kind == "data"} == {b"/r/a", b"/r/b"}
-    victim = next(item for item in reached if item.kind == "map" and item.path == b"/r/a")
+    assert {item.entry.name for item in reached if item.kind == "data" and item.entry} == {b"a", b"b"}
+    victim = next(item for item in reached if item.kind == "map" and item.entry and item.entry.name == b"a")
     flip_stored(repository, victim.id)
-    damaged: list[bytes] = []
+    damaged: list[ChunkId] = []
     with Repository.open(repository.path) as reader:
-        rest = list(
-            Walker(reader).walk(snapshot, paths=True, on_damage=lambda item, _: damaged.append(item.path))
-        )
-    assert damaged == [b"/r/a"]
+        rest = list(Walker(reader).walk(snapshot, on_damage=lambda item, _: damaged.append(item.id)))
+    assert damaged == [victim.id]
     assert len(rest) == len(reached) - 3

@@ -1,14 +1,13 @@
-"""Tests of the check of packs."""
+"""Tests of reading the tables of packs, as a check and the index do."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 from support.remote_world import Bucket, Ids, chunk, record, sealer, store_pack
 
+from ciuic.errors import CiuicError
 from ciuic.remote.object_names import PackRef, pack_name
-from ciuic.remote.upkeep.check import check_packs, listed_packs
+from ciuic.remote.remote_index import list_packs, read_tables
 
 SEALER = sealer(Ids("check"))
 REFS = [PackRef("d" + letter * 32) for letter in "abcd"]
@@ -22,33 +21,32 @@ def bucket() -> Bucket:
     return made
 
 
-@pytest.mark.parametrize("read_share", [0.0, 0.5, 1.0])
-def test_good_packs_pass(bucket: Bucket, read_share: float) -> None:
-    """Every pack is checked once, with its records, and none has a problem."""
-    found = list(
-        check_packs(bucket, SEALER, listed_packs(bucket), read_share=read_share, rng=random.Random(1))
-    )
-    assert sorted(pack.ref for pack in found) == REFS
-    assert all(len(pack.records) == 2 and not pack.problem for pack in found)
+def damaged(bucket: Bucket, threads: int = 8) -> set[PackRef]:
+    listed = list_packs(bucket)
+    found = read_tables(bucket, SEALER, listed, listed, threads)
+    return {ref for ref, records in found if isinstance(records, CiuicError)}
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_good_packs_pass(bucket: Bucket, threads: int) -> None:
+    """Every table is read once, with its records, and none has a problem."""
+    listed = list_packs(bucket)
+    found = list(read_tables(bucket, SEALER, listed, listed, threads))
+    assert [ref for ref, _ in found] == REFS
+    assert all(isinstance(records, list) and len(records) == 2 for _, records in found)
 
 
 @pytest.mark.parametrize(("at", "by_table"), [(70, False), (10, False), (-1, True), (-100, True)])
 def test_changed_byte_is_found(bucket: Bucket, at: int, by_table: bool) -> None:
-    """A change of the table shows without reading the pack; one of header or records when all of it is read."""
+    """A change of the table shows without reading the pack; one of header or records does not."""
     bucket.decay(pack_name(REFS[2]), at)
-    for read_share, seen in ((0.0, by_table), (1.0, True)):
-        found = check_packs(bucket, SEALER, listed_packs(bucket), read_share=read_share)
-        assert {pack.ref for pack in found if pack.problem} == ({REFS[2]} if seen else set())
+    assert damaged(bucket) == ({REFS[2]} if by_table else set())
 
 
 def test_pack_that_goes_meanwhile_is_no_damage(bucket: Bucket) -> None:
     """A collector may delete packs while they are checked."""
-    listed = listed_packs(bucket)
+    listed = list_packs(bucket)
     bucket.delete([pack_name(REFS[0])])
-    assert {pack.ref for pack in check_packs(bucket, SEALER, listed)} == set(REFS[1:])
-
-
-def test_impossible_size_is_refused(bucket: Bucket) -> None:
-    """A pack that is listed with more bytes than any pack has is not read."""
-    (found,) = check_packs(bucket, SEALER, {REFS[0]: 1 << 40}, read_share=1.0)
-    assert "which no pack has" in found.problem
+    found = dict(read_tables(bucket, SEALER, listed, listed, 8))
+    assert {ref for ref, records in found.items() if records is None} == {REFS[0]}
+    assert damaged(bucket) == set()

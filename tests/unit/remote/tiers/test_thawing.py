@@ -254,8 +254,8 @@ def test_a_chunk_with_a_warm_copy_needs_no_thaw(tmp_path: Path) -> None:
         snapshot = opened.snapshots.load(SnapshotId(world.first))
         (data,) = {
             reached.id
-            for reached in Walker(repository).walk(snapshot, paths=True)
-            if reached.kind == "data" and reached.path.endswith(b"/0") and reached.block == 0
+            for reached in Walker(repository).walk(snapshot)
+            if reached.kind == "data" and reached.entry and reached.entry.name == b"0" and reached.block == 0
         }
         assert len(repository.chunks.get(data)) == BLOCK
     forget_bucket(bucket)

@@ -123,7 +123,7 @@ def test_a_lost_commit_is_found_by_its_manifest(world: World, way: str) -> None:
     report = world.check()
     assert report.damaged
     assert {finding.kind for finding in report.findings} == {"log"}
-    assert {finding.snapshot for finding in report.findings if finding.snapshot} == everything - shown
+    assert {one for finding in report.findings for one in finding.snapshots} == everything - shown
     repaired = world.repair()
     assert not repaired.damaged
     assert all(finding.repaired for finding in repaired.findings)
