@@ -6,7 +6,8 @@
     add_roots(writable_file(file), [RootConfig(path)], repository_path=repository)
     for key, value, origin in shown(config): …    # config show
 
-The keys are the table ``KEYS`` (``ROOT_KEYS`` of one ``[[root]]``, ``REMOTE_KEYS`` of one ``[remote]``, ``TIER_KEYS`` of one ``[[remote.tier]]``); docs/configuration.md explains them.
+The keys follow from the structs of `ciuic.config.model` (``KEYS``; ``ROOT_KEYS`` of one ``[[root]]``, ``REMOTE_KEYS`` of one ``[remote]``);
+docs/configuration.md explains them.
 Nothing here mounts, captures or opens a repository. The package may import ciuic.system, ciuic.protocol and
 the modules at the top of ciuic. `edit`, `owners` and `places` are imported on first use: most commands read the
 configuration and need nothing else of it.
@@ -20,9 +21,6 @@ from ciuic.config.keys import (
     KEYS,
     REMOTE_KEYS,
     ROOT_KEYS,
-    SNAPSHOT_WHEN_KEYS,
-    TIER_KEYS,
-    TRAINER_KEYS,
     Key,
 )
 from ciuic.config.load import (
@@ -44,12 +42,10 @@ from ciuic.config.model import (
     CheckpointPattern,
     Config,
     ControlConfig,
-    DailyWindow,
     DrillConfig,
     Driver,
     ExporterConfig,
     HoldsConfig,
-    IoPrioritySetting,
     LogConfig,
     Origin,
     OverlayConfig,
@@ -68,6 +64,7 @@ from ciuic.config.model import (
     WatchNumber,
     WebConfig,
 )
+from ciuic.config.values import DailyWindow, IoPrioritySetting
 from ciuic.deferred_imports import lazy_attributes
 from ciuic.retention import MinFree
 
@@ -98,10 +95,7 @@ __all__ = [
     "REMOTE_KEYS",
     "REPOSITORY_VARIABLE",
     "ROOT_KEYS",
-    "SNAPSHOT_WHEN_KEYS",
-    "TIER_KEYS",
     "TOML_FILE",
-    "TRAINER_KEYS",
     "AlertConfig",
     "CaptureConfig",
     "CheckpointPattern",
@@ -186,5 +180,5 @@ _LATE = {
 
 
 __getattr__ = lazy_attributes(
-    __name__, {**_LATE, "IoPrioritySetting": "model"}, renamed={"IoPriority": "IoPrioritySetting"}
+    __name__, {**_LATE, "IoPrioritySetting": "values"}, renamed={"IoPriority": "IoPrioritySetting"}
 )

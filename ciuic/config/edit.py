@@ -15,9 +15,9 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from ciuic.config.flat import is_flat, set_flat
-from ciuic.config.keys import DEFAULT_REMOTE_NAME, FLAT_NAMES, FLAT_ROOTS_NAME
-from ciuic.config.load import FLAT_FILE, TABLE, TOML_FILE, ReadRemote, find_file, parse_config, read_text
-from ciuic.config.model import DEFAULT, Config, RemoteConfig, RootConfig
+from ciuic.config.keys import FLAT_NAMES, FLAT_ROOTS_NAME
+from ciuic.config.load import FLAT_FILE, TABLE, TOML_FILE, find_file, parse_config, read_text, remote_with
+from ciuic.config.model import DEFAULT, DEFAULT_REMOTE_NAME, Config, RemoteConfig, RootConfig
 from ciuic.config.toml_source import Statement, quote, statements
 from ciuic.errors import ConfigError, NotPermitted
 from ciuic.system.disk import Disk
@@ -332,7 +332,7 @@ def _with_table(text: str, config: Config, remote: RemoteConfig) -> tuple[str, C
         for key, value in values.items()
     ]
     # As the reader makes it: its retention follows the local one.
-    read = ReadRemote({**values, "key_file": remote.key_file}, {}, DEFAULT).config(config.retention)
+    read = remote_with({**values, "key_file": remote.key_file}, config.retention)
     return _with_line_end(text) + "\n".join(lines) + "\n", replace(config, remotes=(*config.remotes, read))
 
 

@@ -15,14 +15,17 @@ import re
 from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 from urllib.parse import urlsplit
 
-from ciuic.config.model import DailyWindow, IoPrioritySetting
+import msgspec
+
 from ciuic.excludes import check_pattern
 from ciuic.retention import MinFree
 from ciuic.system.clouds import Cloud
 from ciuic.units import format_duration, format_size, parse_duration, parse_share, parse_size
+
+IoClass = Literal["idle", "best-effort", "none"]
 
 # Limits of the format (docs/format.md, section 3).
 MIN_BLOCK_SIZE_BYTES = 4096
@@ -40,6 +43,36 @@ MAX_PORT = 65535
 _MAX_SOCKET_PATH_BYTES = 107
 _HOST = r"(?=.{1,253}\Z)[a-z0-9-]+(\.[a-z0-9-]+)*"
 _HEADER = r"[a-z0-9-]{1,64}"
+
+
+class IoPrioritySetting(msgspec.Struct, frozen=True):
+    """I/O class and level (0 highest … 7) of the capture process; ``none`` leaves it as inherited."""
+
+    # Linux has eight levels in the best-effort class; idle has none (ioprio_set(2)).
+    io_class: IoClass = "idle"
+    level: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.io_class}:{self.level}" if self.io_class == "best-effort" else self.io_class
+
+
+class DailyWindow(msgspec.Struct, frozen=True):
+    """Part of the day, in local time, in which a remote may be written to."""
+
+    start_minute: int
+    """Minute of the day, 0 to 1439, at which the window opens."""
+    end_minute: int
+    """Minute of the day, 1 to 1440, at which it closes; before ``start_minute``: on the next day."""
+
+    def is_open(self, minute: int) -> bool:
+        """Return whether the window is open at ``minute`` of the day (0 to 1439)."""
+        if self.start_minute < self.end_minute:
+            return self.start_minute <= minute < self.end_minute
+        return minute >= self.start_minute or minute < self.end_minute
+
+    def __str__(self) -> str:
+        minutes = (self.start_minute, self.end_minute)
+        return "-".join(f"{minute // 60:02d}:{minute % 60:02d}" for minute in minutes)
 
 
 def _text_value(value: object) -> str:
@@ -135,6 +168,11 @@ def path_value(value: object) -> Path:
         raise ValueError(f"must not contain a zero byte, got {text!r}")
     # normpath keeps two leading slashes (POSIX leaves their meaning open).
     return Path("/" + os.path.normpath(text).lstrip("/"))
+
+
+def path_text_value(value: object) -> str:
+    """Return an absolute path as text."""
+    return str(path_value(value))
 
 
 def path_pattern_value(value: object) -> str:
@@ -336,24 +374,23 @@ def flag_value(value: object) -> bool:
     return value
 
 
-def show_flag(value: bool) -> str:
-    """Return a boolean as TOML has it."""
-    return str(value).lower()
-
-
 def show_hidden(value: object) -> str:
     """Return that a secret is set; empty if it is not."""
     return "(set)" if value else ""
 
 
-def show_list(values: Sequence[str]) -> str:
-    """Return a list as text."""
-    return ", ".join(values)
+def show_value(value: object) -> str:
+    """Return a value as text, as TOML has it but for the quotes."""
+    if isinstance(value, tuple):
+        return ", ".join(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def show_optional(value: object) -> str:
-    """Return a value as text; empty for None."""
-    return "" if value is None else str(value)
+def show_change(size_bytes: int) -> str:
+    """Return an amount of changed bytes as text; empty for 0, which stands for none."""
+    return format_size(size_bytes) if size_bytes else ""
 
 
 def show_interval(seconds: int) -> str:
@@ -553,11 +590,6 @@ def window_value(value: object) -> DailyWindow:
     if end in (start, start + _MINUTES_PER_DAY):
         raise ValueError(f"must not begin when it ends, got {text}; leave it out for always")
     return DailyWindow(start, end)
-
-
-def show_price(value: float) -> str:
-    """Return a price as text."""
-    return f"{value:g}"
 
 
 def _short(text: str) -> str:
