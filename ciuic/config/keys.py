@@ -27,9 +27,11 @@ from msgspec.structs import fields, replace
 
 from ciuic.config.model import DEFAULT, NO_KEY, Config, Origin
 from ciuic.config.values import (
+    change_value,
     count_value,
     duration_value,
     flag_value,
+    interval_value,
     one_of_value,
     path_value,
     show_value,
@@ -71,7 +73,9 @@ class Key(NamedTuple):
     def show_effective(self, config: object) -> str:
         """Return the value that a configuration has, as the operator would write it; an empty text for none."""
         value = attrgetter(self.field)(config)
-        return "" if value is None else self.show(value)
+        # A zero that could not be written stands for none.
+        is_none = value is None or (value == 0 and self.parse in (interval_value, change_value))
+        return "" if is_none else self.show(value)
 
 
 class Table:
@@ -141,7 +145,6 @@ def _parser(kind: Any, unit: str) -> Callable[[object], Any] | None:
 
 TOP = Table(Config)
 KEYS = TOP.keys
-ROOT_KEYS = TOP.lists["root"][1].keys
 REMOTE = TOP.lists["remote"][1]
 REMOTE_KEYS = REMOTE.keys
 """Keys of one ``[remote]``; a dot stands for a table in it, such as ``[remote.keep]``."""

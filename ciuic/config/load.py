@@ -233,8 +233,8 @@ class Draft:
             line = line_of(self._lines, at)
             if name in table.lists and not section:
                 self.read_tables(read, name, item, at, place + name)
-            # A key in quotes may have a dot of its own, which makes it none of a table.
-            elif name in table.keys and "." not in key:
+            # A key in quotes may have a dot of its own, which makes it none of a table; at the top it is taken for the key.
+            elif name in table.keys and (not place or "." not in key):
                 self.put(read, name, item, line, place + name)
             elif name in table.sections and isinstance(item, dict):
                 self.read_table(read, item, at, place, f"{name}.")

@@ -40,9 +40,7 @@ from ciuic.config.values import (
     program_value,
     remote_name_value,
     remote_url_value,
-    show_change,
     show_hidden,
-    show_interval,
     show_share,
     show_size_or_share,
     size_or_share_value,
@@ -62,7 +60,7 @@ from ciuic.system.urgency import MIN_SHARE
 from ciuic.units import format_size
 
 Driver = Literal["auto", "kernel", "pyfuse3"]
-Interval = Annotated[int, interval_value, show_interval]
+Interval = Annotated[int, interval_value]
 SizeOrShare = Annotated[MinFree, size_or_share_value, show_size_or_share]
 Patterns = Annotated[tuple[str, ...], patterns_value]
 Names = Annotated[tuple[str, ...], names_value]
@@ -259,7 +257,7 @@ class SnapshotWhen(msgspec.Struct, frozen=True):
     closed: Name | None = None
     """Shell pattern of the name of a file that a writer closes."""
     after_seconds: Interval = 0
-    changes_bytes: Annotated[int, change_value, show_change] = 0
+    changes_bytes: Annotated[int, change_value] = 0
     # A program that renames every few seconds would take a snapshot each time.
     least_between_seconds: int = 60
     """Time from a snapshot of a root by this rule to its next one."""

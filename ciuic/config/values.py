@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 from urllib.parse import urlsplit
 
 import msgspec
@@ -23,15 +23,14 @@ import msgspec
 from ciuic.excludes import check_pattern
 from ciuic.retention import MinFree
 from ciuic.system.clouds import Cloud
-from ciuic.units import format_duration, format_size, parse_duration, parse_share, parse_size
+from ciuic.units import format_size, parse_duration, parse_share, parse_size
 
+_Number = TypeVar("_Number", int, float)
 IoClass = Literal["idle", "best-effort", "none"]
 
 # Limits of the format (docs/format.md, section 3).
 MIN_BLOCK_SIZE_BYTES = 4096
 MAX_BLOCK_SIZE_BYTES = 8 << 20
-# With less a snapshot would hardly end.
-_MIN_SHARE = 0.0001
 # More is a slip of the hand.
 _MAX_NAME_BYTES = 255
 _MAX_COUNT = 1_000_000
@@ -82,6 +81,20 @@ def _text_value(value: object) -> str:
     return value.strip()
 
 
+def _at_least(
+    parse: Callable[[object], _Number], least: _Number, otherwise: str
+) -> Callable[[object], _Number]:
+    """Return a parser that refuses smaller numbers with a sentence."""
+
+    def parse_number(value: object) -> _Number:
+        number = parse(value)
+        if number < least:
+            raise ValueError(otherwise)
+        return number
+
+    return parse_number
+
+
 def duration_value(value: object) -> int:
     """Return a duration in seconds."""
     # bool is a subclass of int in Python.
@@ -90,12 +103,8 @@ def duration_value(value: object) -> int:
     return parse_duration("0" if value == 0 and not isinstance(value, bool) else _text_value(value))
 
 
-def interval_value(value: object) -> int:
-    """Return a duration of at least one second."""
-    seconds = duration_value(value)
-    if seconds < 1:
-        raise ValueError("must be at least 1s")
-    return seconds
+interval_value = _at_least(duration_value, 1, "must be at least 1s")
+"""Parser of a duration of at least one second, in seconds."""
 
 
 def _size_value(value: object) -> int:
@@ -107,20 +116,18 @@ def _size_value(value: object) -> int:
     )
 
 
-def undo_limit_value(value: object) -> int:
-    """Return the limit of an undo log, at least 1 MiB."""
-    size_bytes = _size_value(value)
-    if size_bytes < 1 << 20:
-        raise ValueError("must be at least 1MiB, or no snapshot could be finished while the job writes")
-    return size_bytes
+undo_limit_value = _at_least(
+    _size_value, 1 << 20, "must be at least 1MiB, or no snapshot could be finished while the job writes"
+)
+"""Parser of the limit of an undo log."""
 
 
-def min_share_value(value: object) -> float:
-    """Return a share of time, at least 0.01 %."""
-    share = parse_share(_text_value(value))
-    if share < _MIN_SHARE:
-        raise ValueError("must be at least 0.01%, or a snapshot would never end")
-    return share
+min_share_value = _at_least(
+    lambda value: parse_share(_text_value(value)),
+    0.0001,
+    "must be at least 0.01%, or a snapshot would never end",
+)
+"""Parser of a share of time."""
 
 
 def show_share(value: float) -> str:
@@ -224,21 +231,29 @@ def _texts_value(value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
-def patterns_value(value: object) -> tuple[str, ...]:
-    """Return a list of valid exclude patterns."""
-    patterns = _texts_value(value)
-    for pattern in patterns:
-        check_pattern(pattern)
-    return patterns
+def _each(check: Callable[[str], object]) -> Callable[[object], tuple[str, ...]]:
+    """Return a parser of a list of texts, each of which a function checks."""
+
+    def parse(value: object) -> tuple[str, ...]:
+        texts = _texts_value(value)
+        for text in texts:
+            check(text)
+        return texts
+
+    return parse
 
 
-def names_value(value: object) -> tuple[str, ...]:
-    """Return a list of patterns of names without a slash."""
-    names = _texts_value(value)
-    for name in names:
-        if not name or "/" in name or "\0" in name:
-            raise ValueError(f'must be patterns of names without a slash, such as ["*.log"], got {name!r}')
-    return names
+patterns_value = _each(check_pattern)
+"""Parser of a list of exclude patterns."""
+
+
+def _check_name(name: str) -> None:
+    if not name or "/" in name or "\0" in name:
+        raise ValueError(f'must be patterns of names without a slash, such as ["*.log"], got {name!r}')
+
+
+names_value = _each(_check_name)
+"""Parser of a list of patterns of names without a slash."""
 
 
 def name_value(value: object) -> str:
@@ -254,29 +269,21 @@ def name_value(value: object) -> str:
     return name
 
 
-def change_value(value: object) -> int:
-    """Return an amount of changed bytes, at least 1."""
-    size_bytes = _size_value(value)
-    if size_bytes < 1:
-        raise ValueError("must be at least 1 byte")
-    return size_bytes
+change_value = _at_least(_size_value, 1, "must be at least 1 byte")
+"""Parser of an amount of changed bytes."""
 
 
-def positive_value(value: object) -> int:
-    """Return an integer from 1 to a million."""
-    count = count_value(value)
-    if count < 1:
-        raise ValueError("must be at least 1")
-    return count
+positive_value = _at_least(count_value, 1, "must be at least 1")
+"""Parser of an integer from 1 to a million."""
 
 
-def tags_value(value: object) -> tuple[str, ...]:
-    """Return a list of tags."""
-    tags = _texts_value(value)
-    for tag in tags:
-        if not re.match(_TAG, tag):
-            raise ValueError(f"a tag must have no blanks, commas or |, got {tag!r}")
-    return tags
+def _check_tag(tag: str) -> None:
+    if not re.match(_TAG, tag):
+        raise ValueError(f"a tag must have no blanks, commas or |, got {tag!r}")
+
+
+tags_value = _each(_check_tag)
+"""Parser of a list of tags."""
 
 
 def account_value(kind: str) -> Callable[[object], str | None]:
@@ -386,16 +393,6 @@ def show_value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def show_change(size_bytes: int) -> str:
-    """Return an amount of changed bytes as text; empty for 0, which stands for none."""
-    return format_size(size_bytes) if size_bytes else ""
-
-
-def show_interval(seconds: int) -> str:
-    """Return an interval as text; empty for 0, which stands for none."""
-    return format_duration(seconds) if seconds else ""
 
 
 BUCKET_SCHEMES = ("s3", "gs", "az", "oss")
@@ -558,14 +555,12 @@ def word_value(value: object) -> str | None:
     return text or None
 
 
-def bandwidth_value(value: object) -> int:
-    """Return a limit in bytes a second."""
-    size_bytes = _size_value(value)
-    if size_bytes < MIN_BANDWIDTH_BYTES:
-        raise ValueError(
-            f"must be at least {format_size(MIN_BANDWIDTH_BYTES)} a second; leave it out for no limit"
-        )
-    return size_bytes
+bandwidth_value = _at_least(
+    _size_value,
+    MIN_BANDWIDTH_BYTES,
+    f"must be at least {format_size(MIN_BANDWIDTH_BYTES)} a second; leave it out for no limit",
+)
+"""Parser of a limit in bytes a second."""
 
 
 def price_value(value: object) -> float:
