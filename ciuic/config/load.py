@@ -38,17 +38,8 @@ _LIMITED: Final = ("snapshot_when", "watch_number", "checkpoints")
 _REMOVED_KEYS: Final = {
     "remote.packs_url": "take it out; docs/remote.md says how packs that lie elsewhere get beside the log of the remote"
 }
-_LEAST = (
-    "keep_within_seconds",
-    "keep_safety_seconds",
-    "keep_last",
-    "keep_hourly",
-    "keep_daily",
-    "keep_weekly",
-    "keep_monthly",
-    "keep_yearly",
-    "keep_emergency",
-)
+_LEAST: Final = tuple(name for name in RetentionPolicy.__struct_fields__ if name != "keep_tags")
+"""Rules of which a larger number keeps more."""
 
 
 class Reading:

@@ -198,16 +198,13 @@ def listen_value(value: object) -> str | None:
     text = _text_value(value)
     if not text:
         return None
-    # Imported here: it takes milliseconds, and few configurations have an address.
-    import ipaddress
-
     host, colon, port = text.rpartition(":")
     # ASCII digits alone: int() would accept signs, underscores and digits of other scripts.
     is_port = port.isascii() and port.isdigit() and 0 < int(port[:6]) <= MAX_PORT
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
         # Numeric, because a name can have several addresses, and change them.
-        version = ipaddress.ip_address(bare).version if colon else 0
+        version = ip_address(bare).version if colon else 0
     except ValueError:
         version = 0
     # Brackets tell the colons of an IPv6 address from the one before the port.
@@ -346,17 +343,13 @@ def trainer_name_value(value: object) -> str:
 def io_priority_value(value: object) -> IoPrioritySetting:
     """Return an I/O class and level."""
     text = _text_value(value)
-    io_class, colon, level = text.partition(":")
-    if io_class == "idle" and not colon:
-        return IoPrioritySetting("idle")
-    if io_class == "none" and not colon:
-        return IoPrioritySetting("none")
-    if io_class == "best-effort" and not colon:
-        # What the kernel takes for a process of nice 0 that has set none: (nice + 20) / 5 (ioprio_set(2)).
-        return IoPrioritySetting("best-effort", 4)
-    if io_class == "best-effort" and re.fullmatch("[0-7]", level):
-        return IoPrioritySetting("best-effort", int(level))
-    raise ValueError(f"must be idle, none, or best-effort:0 to best-effort:7, got {text!r}")
+    match = re.fullmatch("idle|none|best-effort(?::([0-7]))?", text)
+    if match is None:
+        raise ValueError(f"must be idle, none, or best-effort:0 to best-effort:7, got {text!r}")
+    if text in ("idle", "none"):
+        return IoPrioritySetting("idle" if text == "idle" else "none")
+    # What the kernel takes for a process of nice 0 that has set none: (nice + 20) / 5 (ioprio_set(2)).
+    return IoPrioritySetting("best-effort", int(match[1] or 4))
 
 
 def one_of_value(choices: Sequence[str]) -> Callable[[object], str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from ciuic.config import (
     parse_config,
     shown,
 )
+from ciuic.config.keys import TOP, Table
 from ciuic.config.values import listen_value
 from ciuic.errors import ConfigError, NotPermitted
 
@@ -436,6 +438,21 @@ def test_every_key_is_documented() -> None:
         default = "" if key.name.startswith("overlay.") else key.show_effective(Config())
         assert not default or f"`{default}`" in row, row
         assert f"`{flat_names.get(key.name, '')}`" in row or key.name not in flat_names, row
+
+
+def _keys_of_lists(table: Table, place: str = "") -> Iterator[tuple[str, str]]:
+    for name, (_, inner) in table.lists.items():
+        yield from ((f"{place}{name}", key) for key in inner.keys)
+        yield from _keys_of_lists(inner, f"{place}{name}.")
+
+
+@pytest.mark.parametrize(("table", "key"), [*_keys_of_lists(TOP)])
+def test_every_key_of_a_list_is_documented(table: str, key: str) -> None:
+    """The page and the example have each key of each list of tables, in its table or in a row of its own."""
+    top = Path(__file__).parents[3]
+    page = (top / "docs" / "configuration.md").read_text()
+    assert f"`{table}.{key}`" in page or re.search(rf"^(# )?{key} = |^\| .*`{key}`", page, re.MULTILINE)
+    assert re.search(rf"^# \[+{re.escape(table)}\]+$", (top / "etc" / "ciuic.toml").read_text(), re.MULTILINE)
 
 
 def test_example_is_valid() -> None:
