@@ -61,18 +61,18 @@ from ciuic.units import format_size
 
 Driver = Literal["auto", "kernel", "pyfuse3"]
 Interval = Annotated[int, interval_value]
-SizeOrShare = Annotated[MinFree, size_or_share_value, show_size_or_share]
+SizeOrShare = Annotated[MinFree | None, size_or_share_value, show_size_or_share]
 Patterns = Annotated[tuple[str, ...], patterns_value]
 Names = Annotated[tuple[str, ...], names_value]
-Name = Annotated[str, name_value]
+Name = Annotated[str | None, name_value]
 ProgramWords = Annotated[tuple[str, ...], program_value]
-Line = Annotated[str, line_value]
-Word = Annotated[str, word_value]
-Group = Annotated[str, account_value("group")]
-User = Annotated[str, account_value("user")]
-Listen = Annotated[str, listen_value]
-Endpoint = Annotated[str, endpoint_value]
-Price = Annotated[float, price_value]
+Line = Annotated[str | None, line_value]
+Word = Annotated[str | None, word_value]
+Group = Annotated[str | None, account_value("group")]
+User = Annotated[str | None, account_value("user")]
+Listen = Annotated[str | None, listen_value]
+Endpoint = Annotated[str | None, endpoint_value]
+Price = Annotated[float | None, price_value]
 NO_KEY = ""
 """Name of a field that no file sets."""
 DEFAULT_REMOTE_NAME = "remote"
@@ -144,7 +144,7 @@ class RepositoryConfig(msgspec.Struct, frozen=True):
     trust_owner: bool = False
     """True if the repository may belong to another user; see `Config.trusts_repository`."""
     # Unset is not 0: without a reserve a first capture wrote until the job's disk was full.
-    reserve: SizeOrShare | None = None
+    reserve: SizeOrShare = None
     """Free space on the file system that captures leave to others; None: see `disk_space.reserve_of`."""
 
 
@@ -191,7 +191,7 @@ class PreemptionConfig(msgspec.Struct, frozen=True):
     # The shortest notice of all three.
     grace_seconds: Interval = 30
     """Time until the end where a notice has none of its own."""
-    endpoint: Annotated[str, metadata_endpoint_value] | None = None
+    endpoint: Annotated[str | None, metadata_endpoint_value] = None
     """Address to ask instead of the cloud's own, such as ``http://127.0.0.1:8080``; None: the cloud's own."""
 
 
@@ -213,7 +213,7 @@ class ControlConfig(msgspec.Struct, frozen=True):
 
     # Follows `daemon.runtime_dir` where that alone is set (`Draft.build`).
     socket: Annotated[Path, socket_value] = Path("/run/ciuic/control.sock")
-    group: Group | None = None
+    group: Group = None
     """Name of the group that may use the socket besides root."""
 
 
@@ -234,7 +234,7 @@ class WatchNumber(msgspec.Struct, frozen=True):
 
     file: Annotated[str, path_text_value]
     """Absolute path of JSON lines or of TensorBoard events; its last part may be a shell pattern."""
-    key: Line = "loss"
+    key: Annotated[str, line_value] = "loss"
     """Key of the number in a line, or tag of the scalar."""
     origin: Origin = DEFAULT
 
@@ -250,11 +250,11 @@ class CheckpointPattern(msgspec.Struct, frozen=True):
 class SnapshotWhen(msgspec.Struct, frozen=True):
     """``[[snapshot_when]]``: what a snapshot is taken for besides the schedule. One of the four, ``after`` with ``changes``."""
 
-    renamed: Name | None = None
+    renamed: Name = None
     """Shell pattern of the new name of a rename."""
-    appears: Name | None = None
+    appears: Name = None
     """Shell pattern of a name that comes to be: made, linked or renamed to."""
-    closed: Name | None = None
+    closed: Name = None
     """Shell pattern of the name of a file that a writer closes."""
     after_seconds: Interval = 0
     changes_bytes: Annotated[int, change_value] = 0
@@ -310,7 +310,7 @@ class AlertConfig(msgspec.Struct, frozen=True):
 
     command: ProgramWords = ()
     """Program and arguments; empty: nobody is told."""
-    user: User | None = None
+    user: User = None
     # Alerts run one at a time: a command that hangs would keep back those after it.
     timeout_seconds: Interval = 30
     # As far ahead as a weekend is long.
@@ -318,7 +318,7 @@ class AlertConfig(msgspec.Struct, frozen=True):
     """Time until the repository's file system is full, below which an alert says so; 0: none does."""
     notify: Annotated[tuple[str, ...], notify_value, show_hidden] = ()
     """URLs of places that get a message at each alert, as apprise takes them; with passwords and tokens."""
-    ping: Annotated[str, ping_value, show_hidden] | None = None
+    ping: Annotated[str | None, ping_value, show_hidden] = None
     """URL that is called for each snapshot, as healthchecks.io has it; a secret."""
 
 
@@ -326,9 +326,9 @@ class ExporterConfig(msgspec.Struct, frozen=True):
     """Section ``[exporter]``."""
 
     # Off: metrics name the protected directories, and everybody who reaches the port can read them.
-    listen: Listen | None = None
+    listen: Listen = None
     """Address and port, such as ``127.0.0.1:9847`` or ``[::1]:9847``, at which Prometheus finds the metrics; None: nowhere."""
-    otlp: Endpoint | None = None
+    otlp: Endpoint = None
     """URL of a tracing system that takes OTLP over HTTP, such as ``http://127.0.0.1:4318``; None: none."""
     otlp_headers: Path | None = None
     """File with headers of the requests to it, one ``NAME: VALUE`` a line; None: there are none."""
@@ -338,19 +338,19 @@ class WebConfig(msgspec.Struct, frozen=True):
     """Section ``[web]``."""
 
     # Off: nothing listens at an address unless it is asked to, and a page only shows.
-    listen: Listen | None = None
+    listen: Listen = None
     """Address and port of the page beside its Unix socket; None: none."""
     hosts: Annotated[tuple[str, ...], hosts_value] = ()
     """Names of this host in the addresses of browsers, beside localhost."""
     actions: bool = False
     """The page may restore, take, hold and forget snapshots."""
-    look_group: Group | None = None
+    look_group: Group = None
     """Name of the group that may look at the page besides root; None: none."""
-    restore_group: Group | None = None
+    restore_group: Group = None
     """Name of the group that may restore, too."""
-    decide_group: Group | None = None
+    decide_group: Group = None
     """Name of the group that may decide what is kept, too."""
-    proxy_user: User | None = None
+    proxy_user: User = None
     """User of a reverse proxy on this host that says who its callers are; None: none."""
     user_header: Annotated[str, header_value] = "x-remote-user"
     """Header in which it says so, in small letters."""
@@ -361,16 +361,16 @@ class RemoteSchedule(msgspec.Struct, frozen=True):
 
     interval_seconds: Interval = 0
     """Time in which one snapshot goes to the remote at most; 0: every snapshot does."""
-    window: Annotated[DailyWindow, window_value] | None = None
+    window: Annotated[DailyWindow | None, window_value] = None
     """When the remote may be written to; None: always."""
 
 
 class RemotePrice(msgspec.Struct, frozen=True):
     """Section ``[remote.price]``, for reports of costs; None: not known."""
 
-    put_per_1000: Price | None = None
-    get_per_1000: Price | None = None
-    gb_month: Price | None = None
+    put_per_1000: Price = None
+    get_per_1000: Price = None
+    gb_month: Price = None
     """Price of 10⁹ bytes stored for a month."""
 
 
@@ -382,7 +382,7 @@ class TierRule(msgspec.Struct, frozen=True, kw_only=True):
 
     after_seconds: int
     """Age of the youngest snapshot that needs a pack, from which the pack becomes cold."""
-    storage_class: Word
+    storage_class: Annotated[str, word_value]
     """Class of the store, such as ``GLACIER_IR``."""
     kind: TierKind = "all"
     """Snapshots that count as old: of files, of trainings, or all. What others need stays warm."""
@@ -398,13 +398,13 @@ class RemoteConfig(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     name: Annotated[str, remote_name_value] = DEFAULT_REMOTE_NAME
     url: Annotated[str, remote_url_value]
     """``s3://``, ``gs://``, ``az://``, ``oss://``, ``ssh://`` or ``file://``; checked as text, without a slash at its end."""
-    endpoint: Endpoint | None = None
-    region: Word | None = None
-    ssh_command: Line | None = None
+    endpoint: Endpoint = None
+    region: Word = None
+    ssh_command: Line = None
     """Program and options that reach the host of an ``ssh://`` URL; None: ``ssh``."""
-    ssh_program: Line | None = None
+    ssh_program: Line = None
     """``ciuic`` on that host, as its shell takes it; None: found on its PATH."""
-    bandwidth_bytes: Annotated[int, bandwidth_value] | None = None
+    bandwidth_bytes: Annotated[int | None, bandwidth_value] = None
     """Limit of what is sent in a second; None: no limit."""
     max_lag_seconds: Interval | None = None
     """Time by which the remote may fall behind before an alert; None: no alert."""
@@ -415,7 +415,7 @@ class RemoteConfig(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     key_file: Path | None = None
     key_command: ProgramWords = ()
     """Program and arguments whose output is the key; empty: none. Not both this and ``key_file``."""
-    storage_class: Word | None = None
+    storage_class: Word = None
     # A remote answers the disasters that are found late: a month, which is also the time for which the cheaper storage classes are
     # paid at least. Its chunks are shared, so that it costs little.
     keep: RetentionPolicy = RetentionPolicy(keep_within_seconds=30 * 86_400, keep_last=10, keep_emergency=10)
@@ -456,7 +456,7 @@ class Config(msgspec.Struct, frozen=True):
     schedule: ScheduleConfig = ScheduleConfig()
     retention: RetentionPolicy = msgspec.field(default_factory=RetentionPolicy)
     # Off: it is the one rule that removes what other rules keep.
-    min_free: Annotated[SizeOrShare | None, "retention.min_free"] = None
+    min_free: Annotated[SizeOrShare, "retention.min_free"] = None
     capture: CaptureConfig = CaptureConfig()
     drill: DrillConfig = DrillConfig()
     preemption: PreemptionConfig = PreemptionConfig()
