@@ -6,30 +6,17 @@
     add_roots(writable_file(file), [RootConfig(path)], repository_path=repository)
     for key, value, origin in shown(config): …    # config show
 
-The keys are the table ``KEYS`` (``ROOT_KEYS`` of one ``[[root]]``, ``REMOTE_KEYS`` of one ``[remote]``, ``TIER_KEYS`` of one ``[[remote.tier]]``); docs/configuration.md explains them.
+The keys follow from the structs of `ciuic.config.model` (``KEYS``; ``REMOTE_KEYS`` of one ``[remote]``);
+docs/configuration.md explains them.
 Nothing here mounts, captures or opens a repository. The package may import ciuic.system, ciuic.protocol and
-the modules at the top of ciuic. `edit`, `owners` and `places` are imported on first use: most commands read the
+the modules at the top of ciuic. `edit` and `places` are imported on first use: most commands read the
 configuration and need nothing else of it.
 """
 
 from typing import TYPE_CHECKING
 
-from ciuic.config.keys import (
-    FLAT_NAMES,
-    FLAT_ROOTS_NAME,
-    KEYS,
-    REMOTE_KEYS,
-    ROOT_KEYS,
-    SNAPSHOT_WHEN_KEYS,
-    TIER_KEYS,
-    TRAINER_KEYS,
-    Key,
-)
+from ciuic.config.keys import FLAT_NAMES, FLAT_ROOTS_NAME, KEYS, REMOTE_KEYS, shown
 from ciuic.config.load import (
-    CONFIG_VARIABLE,
-    FLAT_FILE,
-    REPOSITORY_VARIABLE,
-    TOML_FILE,
     check_text,
     convert_flat,
     find_file,
@@ -40,18 +27,11 @@ from ciuic.config.load import (
 )
 from ciuic.config.model import (
     AlertConfig,
-    CaptureConfig,
-    CheckpointPattern,
     Config,
     ControlConfig,
-    DailyWindow,
     DrillConfig,
-    Driver,
     ExporterConfig,
     HoldsConfig,
-    IoPrioritySetting,
-    LogConfig,
-    Origin,
     OverlayConfig,
     PreemptionConfig,
     Problem,
@@ -60,7 +40,6 @@ from ciuic.config.model import (
     RemoteSchedule,
     RepositoryConfig,
     RootConfig,
-    ScheduleConfig,
     SnapshotWhen,
     TierRule,
     TrainerConfig,
@@ -68,20 +47,19 @@ from ciuic.config.model import (
     WatchNumber,
     WebConfig,
 )
+from ciuic.config.owners import alert_flaw, check_file, check_owners
+from ciuic.config.values import DailyWindow, IoPrioritySetting
 from ciuic.deferred_imports import lazy_attributes
 from ciuic.retention import MinFree
 
 if TYPE_CHECKING:
     from ciuic.config.edit import add_roots, remove_roots, writable_file, write_remote
-    from ciuic.config.keys import ShownValue, shown
-    from ciuic.config.owners import alert_flaw, check_file, check_owners
     from ciuic.config.places import (
         NoDirectory,
         canonical_root,
         check_overlaps,
         check_places,
         check_repository,
-        check_repository_beside,
         check_root,
         check_roots,
         default_repository_path,
@@ -90,34 +68,20 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "CONFIG_VARIABLE",
-    "FLAT_FILE",
     "FLAT_NAMES",
     "FLAT_ROOTS_NAME",
     "KEYS",
     "REMOTE_KEYS",
-    "REPOSITORY_VARIABLE",
-    "ROOT_KEYS",
-    "SNAPSHOT_WHEN_KEYS",
-    "TIER_KEYS",
-    "TOML_FILE",
-    "TRAINER_KEYS",
     "AlertConfig",
-    "CaptureConfig",
-    "CheckpointPattern",
     "Config",
     "ControlConfig",
     "DailyWindow",
     "DrillConfig",
-    "Driver",
     "ExporterConfig",
     "HoldsConfig",
     "IoPrioritySetting",
-    "Key",
-    "LogConfig",
     "MinFree",
     "NoDirectory",
-    "Origin",
     "OverlayConfig",
     "PreemptionConfig",
     "Problem",
@@ -126,8 +90,6 @@ __all__ = [
     "RemoteSchedule",
     "RepositoryConfig",
     "RootConfig",
-    "ScheduleConfig",
-    "ShownValue",
     "SnapshotWhen",
     "TierRule",
     "TrainerConfig",
@@ -142,7 +104,6 @@ __all__ = [
     "check_owners",
     "check_places",
     "check_repository",
-    "check_repository_beside",
     "check_root",
     "check_roots",
     "check_text",
@@ -162,7 +123,7 @@ __all__ = [
 ]
 
 _LATE = {
-    **dict.fromkeys(("add_roots", "remove_roots", "writable_file"), "edit"),
+    **dict.fromkeys(("add_roots", "remove_roots", "writable_file", "write_remote"), "edit"),
     **dict.fromkeys(
         (
             "NoDirectory",
@@ -170,7 +131,6 @@ _LATE = {
             "check_overlaps",
             "check_places",
             "check_repository",
-            "check_repository_beside",
             "check_root",
             "check_roots",
             "default_repository_path",
@@ -179,12 +139,9 @@ _LATE = {
         ),
         "places",
     ),
-    "write_remote": "edit",
-    **dict.fromkeys(("ShownValue", "shown"), "keys"),
-    **dict.fromkeys(("alert_flaw", "check_file", "check_owners"), "owners"),
 }
 
 
 __getattr__ = lazy_attributes(
-    __name__, {**_LATE, "IoPrioritySetting": "model"}, renamed={"IoPriority": "IoPrioritySetting"}
+    __name__, {**_LATE, "IoPrioritySetting": "values"}, renamed={"IoPriority": "IoPrioritySetting"}
 )

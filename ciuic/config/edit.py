@@ -15,9 +15,9 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from ciuic.config.flat import is_flat, set_flat
-from ciuic.config.keys import DEFAULT_REMOTE_NAME, FLAT_NAMES, FLAT_ROOTS_NAME
-from ciuic.config.load import FLAT_FILE, TABLE, TOML_FILE, ReadRemote, find_file, parse_config, read_text
-from ciuic.config.model import DEFAULT, Config, RemoteConfig, RootConfig
+from ciuic.config.keys import FLAT_NAMES, FLAT_ROOTS_NAME
+from ciuic.config.load import FLAT_FILE, TABLE, TOML_FILE, find_file, parse_config, read_text, remote_with
+from ciuic.config.model import DEFAULT, DEFAULT_REMOTE_NAME, Config, RemoteConfig, RootConfig
 from ciuic.config.toml_source import Statement, quote, statements
 from ciuic.errors import ConfigError, NotPermitted
 from ciuic.system.disk import Disk
@@ -59,7 +59,10 @@ def add_roots(
         repository = config.repository
         if repository_path is not None and repository.path is None:
             repository = replace(repository, path=repository_path)
-            text = (_set_flat_repository if is_flat(file) else _set_toml_repository)(text, repository_path)
+            if is_flat(file):
+                text = set_flat(text, _FLAT_SNAPSHOT_DIR, str(repository_path))
+            else:
+                text = _set_toml_repository(text, repository_path)
         if added and is_flat(file):
             text = _add_flat_roots(text, config, added)
         elif added:
@@ -109,10 +112,6 @@ def _add_flat_roots(text: str, config: Config, added: Sequence[RootConfig]) -> s
     return set_flat(text, FLAT_ROOTS_NAME, [str(root.path) for root in (*config.roots, *added)])
 
 
-def _set_flat_repository(text: str, path: Path) -> str:
-    return set_flat(text, _FLAT_SNAPSHOT_DIR, str(path))
-
-
 # --- TOML
 
 
@@ -128,12 +127,16 @@ def _add_toml_roots(text: str, added: Sequence[RootConfig]) -> str:
 
 
 def _set_toml_repository(text: str, path: Path) -> str:
-    line = f"path = {quote(str(path))}\n"
     header = next((s for s in statements(text) if s.kind == "table" and s.path == ("repository",)), None)
     if header is None:
-        return _with_line_end(text) + "\n[repository]\n" + line
+        return _with_line_end(text) + f"\n[repository]\npath = {quote(str(path))}\n"
+    return _with_key(text, header, "path", str(path))
+
+
+def _with_key(text: str, header: Statement, key: str, value: str) -> str:
+    """Return the text with a key of a table directly behind its header."""
     lines = _with_line_end(text).splitlines(keepends=True)
-    lines.insert(header.last_line, line)
+    lines.insert(header.last_line, f"{key} = {quote(value)}\n")
     return "".join(lines)
 
 
@@ -332,7 +335,7 @@ def _with_table(text: str, config: Config, remote: RemoteConfig) -> tuple[str, C
         for key, value in values.items()
     ]
     # As the reader makes it: its retention follows the local one.
-    read = ReadRemote({**values, "key_file": remote.key_file}, {}, DEFAULT).config(config.retention)
+    read = remote_with({**values, "key_file": remote.key_file}, config.retention)
     return _with_line_end(text) + "\n".join(lines) + "\n", replace(config, remotes=(*config.remotes, read))
 
 
@@ -349,11 +352,9 @@ def _with_key_file(
             f"the remote {present.name} is not written as a table [{TABLE}]",
             hint=f"add the key by hand: key_file = {quote(str(key_file))}",
         )
-    lines = _with_line_end(text).splitlines(keepends=True)
-    lines.insert(header.last_line, f"key_file = {quote(str(key_file))}\n")
     remotes = list(config.remotes)
     remotes[index] = replace(present, key_file=key_file)
-    return "".join(lines), replace(config, remotes=tuple(remotes))
+    return _with_key(text, header, "key_file", str(key_file)), replace(config, remotes=tuple(remotes))
 
 
 def _headers(found: Sequence[Statement]) -> list[Statement]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ciuic.config.keys import FLAT_NAMES, FLAT_ROOTS_NAME, KEYS
+from ciuic.config.keys import FLAT_NAMES, FLAT_ROOTS_NAME
 from ciuic.config.toml_source import quote
 
 _LISTS = ("exclude_patterns", FLAT_ROOTS_NAME)
@@ -145,6 +145,3 @@ def _unquote(value: str) -> str:
 def is_flat(path: Path) -> bool:
     """Return whether a file of this name is in the flat format: it ends in ``.conf``."""
     return path.suffix == ".conf"
-
-
-assert all(name in KEYS for name in FLAT_NAMES.values())

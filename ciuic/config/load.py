@@ -14,44 +14,17 @@ if the operator says so.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import tomli
 from msgspec.structs import replace
 
 from ciuic.config.flat import FlatSetting, flat_to_toml, is_flat, parse_flat
-from ciuic.config.keys import (
-    CHECKPOINT_KEYS,
-    DEFAULT_REMOTE_NAME,
-    FLAT_NAMES,
-    FLAT_ROOTS_NAME,
-    KEYS,
-    REMOTE_KEYS,
-    ROOT_KEYS,
-    SNAPSHOT_WHEN_KEYS,
-    TIER_KEYS,
-    TRAINER_KEYS,
-    WATCH_NUMBER_KEYS,
-    Key,
-    fields_of,
-    with_values,
-)
-from ciuic.config.model import (
-    DEFAULT,
-    CheckpointPattern,
-    Config,
-    Origin,
-    Problem,
-    RemoteConfig,
-    RootConfig,
-    SnapshotWhen,
-    TierRule,
-    TrainerConfig,
-    WatchNumber,
-)
+from ciuic.config.keys import FLAT_NAMES, FLAT_ROOTS_NAME, REMOTE, TOP, Table
+from ciuic.config.model import DEFAULT, Config, Origin, Problem, RemoteConfig
 from ciuic.config.owners import refuse_foreign_file
 from ciuic.config.toml_source import TomlPath, line_numbers, line_of, statements
 from ciuic.errors import CiuicError, ConfigError, NotPermitted
@@ -59,143 +32,81 @@ from ciuic.retention import RetentionPolicy
 
 TABLE = "remote"
 TIER = "tier"
+MAX_RULES: Final = 64
+"""Limit of ``[[snapshot_when]]``: a worker compares each changed name with all of them."""
+_LIMITED: Final = ("snapshot_when", "watch_number", "checkpoints")
 _REMOVED_KEYS: Final = {
-    "packs_url": "take it out; docs/remote.md says how packs that lie elsewhere get beside the log of the remote"
+    "remote.packs_url": "take it out; docs/remote.md says how packs that lie elsewhere get beside the log of the remote"
 }
-_SECTIONS = tuple(dict.fromkeys(name.partition(".")[0] for name in REMOTE_KEYS if "." in name))
-_SHOWN = [f"{TABLE}.{name}" for name in REMOTE_KEYS]
-_LEAST = (
-    "keep_within_seconds",
-    "keep_safety_seconds",
-    "keep_last",
-    "keep_hourly",
-    "keep_daily",
-    "keep_weekly",
-    "keep_monthly",
-    "keep_yearly",
-    "keep_emergency",
-)
+_LEAST: Final = tuple(name for name in RetentionPolicy.__struct_fields__ if name != "keep_tags")
+"""Rules of which a larger number keeps more."""
 
 
-class ReadRemote(NamedTuple):
-    """The valid values of one remote, by their names in ``REMOTE_KEYS``."""
+class Reading:
+    """Valid values of one table of a file, by their names in its keys, and the tables of the lists in it."""
 
-    values: dict[str, Any]
-    origins: dict[str, Origin]
-    origin: Origin
-    tiers: tuple[TierRule, ...] = ()
+    # No dataclass: the module alone takes 3 ms of processor time, of each command that reads the configuration.
+    def __init__(self, table: Table, origin: Origin = DEFAULT) -> None:
+        self.table = table
+        self.origin = origin
+        self.values: dict[str, Any] = {}
+        self.origins: dict[str, Origin] = {}
+        self.lists: dict[str, list[Reading]] = {name: [] for name in table.lists}
 
-    def config(self, local: RetentionPolicy) -> RemoteConfig:
-        """Return the remote, beside a local retention of ``local``."""
-        base = RemoteConfig(
-            name=DEFAULT_REMOTE_NAME,
-            url=self.values["url"],
-            tiers=self.tiers,
-            origin=self.origin,
-            origins=self.origins,
-        )
-        at_least = {name: max(getattr(local, name), getattr(base.keep, name)) for name in _LEAST}
-        keep = replace(base.keep, **at_least, keep_tags=local.keep_tags)
-        return with_values(replace(base, keep=keep), REMOTE_KEYS, self.values)
-
-
-def _read_remotes(value: object, lines: Mapping[TomlPath, int], draft: Draft) -> list[ReadRemote]:
-    """Return the remotes of a document without an error; each error goes to ``draft``."""
-    if isinstance(value, dict):
-        tables: list[tuple[dict[str, object], TomlPath]] = [(value, (TABLE,))]
-    elif isinstance(value, list) and all(isinstance(item, dict) for item in value):
-        tables = [(table, (TABLE, index)) for index, table in enumerate(value)]
-    else:
-        draft.complain(
-            f"{TABLE} is a table: write [{TABLE}], or [[{TABLE}]] for each of several",
-            line_of(lines, (TABLE,)),
-        )
-        return []
-    found: list[ReadRemote] = []
-    for table, path in tables:
-        line = line_of(lines, path)
-        read, is_valid = _read_one(
-            {name: item for name, item in table.items() if name != TIER}, path, lines, draft
-        )
-        if TIER in table:
-            rules, are_valid = _read_tiers(table[TIER], (*path, TIER), lines, draft)
-            read, is_valid = read._replace(tiers=rules), is_valid and are_valid
-        flaws = list(_flaws(table, read.values, [*found], alone=len(tables) == 1))
-        for flaw, key in flaws:
-            draft.complain(flaw, read.origins[key].line if key in read.origins else line)
-        if is_valid and not flaws:
-            found.append(read)
-    return found
+    def make(self, **base: object) -> Any:
+        """Return the struct of the table; ``base`` has values of fields that the file does not set."""
+        known = self.table.struct.__struct_fields__
+        base |= {key.field: self.values[key.name] for key in self.table.required}
+        base |= {field: getattr(self, field) for field in ("origin", "origins") if field in known}
+        for name, (field, _) in self.table.lists.items():
+            base[field] = tuple(one.make() for one in self.lists[name])
+        return self.table.with_values(self.table.struct(**base), self.values)
 
 
-def _read_one(
-    table: dict[str, object], path: TomlPath, lines: Mapping[TomlPath, int], draft: Draft
-) -> tuple[ReadRemote, bool]:
-    """Return the valid values of a table, and whether it had no others."""
-    read = ReadRemote({}, {}, draft.at(line_of(lines, path)))
-    is_valid = True
-    for parts, raw in _flattened(table):
-        name, line = ".".join(parts), line_of(lines, (*path, *parts))
-        # A key in quotes may have a dot of its own, which makes it none of a table.
-        if name not in REMOTE_KEYS or len(parts) != len(name.split(".")):
-            is_valid = False
-            if name in _SECTIONS:
-                draft.complain(f"{TABLE}.{name} is a table: write [{TABLE}.{name}]", line)
-            else:
-                draft.unknown(f"{TABLE}.{name}", _SHOWN, line)
-            continue
-        try:
-            read.values[name] = REMOTE_KEYS[name].parse(raw)
-            read.origins[name] = draft.at(line)
-        except ValueError as error:
-            is_valid = False
-            draft.complain(f"{TABLE}.{name}: {error}", line)
-    return read, is_valid
+def remote_of(read: Reading, local: RetentionPolicy) -> RemoteConfig:
+    """Return a remote, beside a local retention of ``local``."""
+    default = RemoteConfig(url="").keep
+    at_least = {name: max(getattr(local, name), getattr(default, name)) for name in _LEAST}
+    remote: RemoteConfig = read.make(keep=replace(default, **at_least, keep_tags=local.keep_tags))
+    return remote
 
 
-def _read_tiers(
-    value: object, path: TomlPath, lines: Mapping[TomlPath, int], draft: Draft
-) -> tuple[tuple[TierRule, ...], bool]:
-    """Return the valid rules of ``[[remote.tier]]``, and whether there were no others."""
-    where = f"{TABLE}.{TIER}"
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        draft.complain(f"{where} is a list of tables: write [[{where}]] for each", line_of(lines, path))
-        return (), False
-    rules: list[TierRule] = []
-    for index, table in enumerate(value):
-        line = line_of(lines, (*path, index))
-        values = draft.read_one(where, TIER_KEYS, table, (*path, index), lines)
-        missing = [name for name in ("after", "storage_class") if name not in table]
-        for name in missing:
-            draft.complain(f"a [[{where}]] without {name}", line)
-        if len(values) == len(table) and not missing:
-            rules.append(TierRule(**fields_of(TIER_KEYS, values)))
-    return tuple(rules), len(rules) == len(value)
+def remote_with(values: Mapping[str, Any], local: RetentionPolicy) -> RemoteConfig:
+    """Return a remote of these values, by their keys, as if a file had them."""
+    read = Reading(REMOTE)
+    read.values.update(values)
+    return remote_of(read, local)
 
 
-def _flattened(table: dict[str, object]) -> Iterator[tuple[tuple[str, ...], object]]:
-    """Yield each key, behind the name of the table in it that has the key, and its value."""
-    for name, value in table.items():
-        if name in _SECTIONS and isinstance(value, dict):
-            for inner, item in value.items():
-                yield (name, inner), item
-        else:
-            yield (name,), value
+_Flaw = tuple[str, str]
+"""Message, and the key that it is about; no key for the table as a whole."""
 
 
-def _flaws(
-    table: dict[str, object], values: dict[str, Any], before: list[ReadRemote], *, alone: bool
-) -> Iterator[tuple[str, str]]:
-    """Yield what is missing in a table or contradicts another key, and the key that it is about."""
-    if "url" not in table:
-        yield f"a [{TABLE}] without a url", ""
-    if "name" not in table and not alone:
-        yield f"a [[{TABLE}]] without a name: of several, each needs one", ""
-    if any(read.values.get("name") == values["name"] for read in before if "name" in values):
-        yield f"a second [[{TABLE}]] with the name {values['name']}", "name"
+def _flaws_of_trainer(read: Reading, table: Mapping[str, object], before: list[Reading]) -> Iterator[_Flaw]:
+    if any(other.values["name"] == read.values.get("name") for other in before):
+        yield f"a second [[trainer]] with the name {read.values['name']}", ""
+    elif ("heartbeat_file" in table) != ("heartbeat" in table):
+        yield "heartbeat_file and heartbeat must be set together", ""
+    elif "pid_file" not in table and "heartbeat_file" not in table:
+        yield "a [[trainer]] needs a pid_file, or a heartbeat_file and heartbeat", ""
+
+
+def _flaws_of_rule(read: Reading, table: Mapping[str, object], before: list[Reading]) -> Iterator[_Flaw]:
+    names = [name for name in ("renamed", "appears", "closed") if name in table]
+    sizes = [name for name in ("after", "changes") if name in table]
+    if len(sizes) == 1:
+        yield "after and changes must be set together", ""
+    elif len(names) + bool(sizes) != 1:
+        yield "a [[snapshot_when]] needs one of renamed, appears, closed, or after and changes", ""
+
+
+def _flaws_of_remote(read: Reading, table: Mapping[str, object], before: list[Reading]) -> Iterator[_Flaw]:
+    """Yield what contradicts another key or remote."""
+    values = read.values
     # Two uploaders of one repository to one place would do everything twice.
-    if any(read.values["url"] == values["url"] for read in before if "url" in values):
-        yield f"a second [[{TABLE}]] with the url {values['url']}", "url"
+    for key in ("name", "url"):
+        if any(other.values.get(key) == values[key] for other in before if key in values):
+            yield f"a second [[{TABLE}]] with the {key} {values[key]}", key
     if values.get("key_file") and values.get("key_command"):
         yield f"{TABLE}.key_file and {TABLE}.key_command must not be set together", "key_command"
     for key in ("key_file", "key_command"):
@@ -217,6 +128,13 @@ def _flaws(
         yield f'{TABLE}.region must be set for oss://, such as "cn-hangzhou", or {TABLE}.endpoint', "url"
 
 
+_FLAWS: Mapping[str, Callable[[Reading, Mapping[str, object], list[Reading]], Iterator[_Flaw]]] = {
+    "trainer": _flaws_of_trainer,
+    "snapshot_when": _flaws_of_rule,
+    TABLE: _flaws_of_remote,
+}
+
+
 def raise_for(problems: Iterable[Problem]) -> None:
     """Raise the errors among ``problems`` as one, with the exit code of the first; do nothing for none."""
     errors = [problem for problem in problems if problem.severity == "error"]
@@ -230,18 +148,11 @@ def raise_for(problems: Iterable[Problem]) -> None:
 class Draft:
     """Configuration under construction: values so far, their origins, and the problems found."""
 
-    # No dataclass: the module alone takes 3 ms of processor time, of each command that reads the configuration.
     def __init__(self, file: Path | None) -> None:
         self.file = file
-        self.values: dict[str, Any] = {}
-        self.origins: dict[str, Origin] = {}
-        self.roots: list[RootConfig] = []
-        self.trainers: list[TrainerConfig] = []
-        self.snapshot_when: list[SnapshotWhen] = []
-        self.watch_numbers: list[WatchNumber] = []
-        self.checkpoints: list[CheckpointPattern] = []
-        self.remotes: list[ReadRemote] = []
+        self.top = Reading(TOP)
         self.problems: list[Problem] = []
+        self._lines: Mapping[TomlPath, int] = {}
 
     def read(self, text: str) -> None:
         """Read ``text`` in the format of the file's name."""
@@ -263,20 +174,20 @@ class Draft:
         """Return the origin of what stands at a line of the file."""
         return Origin("file", str(self.file), line)
 
-    def put(self, key: Key, raw: object, origin: Origin, *, shown_name: str = "") -> None:
+    def put(self, read: Reading, name: str, raw: object, line: int, shown_name: str) -> None:
         """Parse and store the value of a key; record an error if it is invalid."""
         try:
-            self.values[key.name] = key.parse(raw)
+            read.values[name] = read.table.keys[name].parse(raw)
         except ValueError as error:
-            self.problems.append(Problem("error", f"{shown_name or key.name}: {error}", origin=origin))
+            self.complain(f"{shown_name}: {error}", line)
         else:
-            self.origins[key.name] = origin
+            read.origins[name] = self.at(line)
 
-    def put_path(self, name: str, path: Path, origin: Origin) -> None:
-        """Store a path given on the command line or in the environment."""
+    def put_given(self, name: str, value: object, origin: Origin) -> None:
+        """Store a value given on the command line or in the environment."""
         # Relative to the working directory, where it was typed; it need not be UTF-8.
-        self.values[name] = Path(os.path.abspath(path))
-        self.origins[name] = origin
+        self.top.values[name] = Path(os.path.abspath(value)) if isinstance(value, Path) else value
+        self.top.origins[name] = origin
 
     # --- TOML
 
@@ -292,130 +203,76 @@ class Draft:
             self.complain("values or names are nested too deeply", 1)
             return
         # Only after tomli has accepted the text: for others the positions mean nothing.
-        lines = line_numbers(statements(text))
-        for name, value in document.items():
-            line = line_of(lines, (name,))
-            if name in _LISTS:
-                self.read_tables(name, value, lines)
-            elif name in _TABLES:
-                self.read_table(name, value, lines)
-            elif name == TABLE:
-                self.remotes = _read_remotes(value, lines, self)
-            elif name in KEYS:
-                self.put(KEYS[name], value, self.at(line))
-            else:
-                self.unknown(name, [*KEYS, *_TABLES, *_LISTS, TABLE], line)
+        self._lines = line_numbers(statements(text))
+        self.read_table(self.top, document, (), "")
 
-    def read_table(self, table: str, value: object, lines: Mapping[TomlPath, int]) -> None:
-        """Read the keys of one table."""
-        if not isinstance(value, dict):
-            self.complain(f"{table} is a table: write [{table}]", line_of(lines, (table,)))
-            return
-        for name, item in value.items():
-            dotted, line = f"{table}.{name}", line_of(lines, (table, name))
-            if dotted in KEYS:
-                self.put(KEYS[dotted], item, self.at(line))
-            elif name in KEYS or name in (*_LISTS, TABLE):
+    def read_table(
+        self, read: Reading, items: Mapping[str, object], path: TomlPath, place: str, section: str = ""
+    ) -> None:
+        """Read the keys of one table; record an error for each that is invalid.
+
+        Args:
+            read: Where the values go.
+            items: Keys and values as tomli has them.
+            path: Path of the table in the file.
+            place: Name of the list that the table of ``read`` belongs to, with a dot at its end; empty for the top.
+            section: Name of the table within that of ``read``, with a dot at its end.
+        """
+        table = read.table
+        for key, item in items.items():
+            name, at = section + key, (*path, key)
+            line = line_of(self._lines, at)
+            if name in table.lists and not section:
+                self.read_tables(read, name, item, at, place + name)
+            # A key in quotes may have a dot of its own, which makes it none of a table; at the top it is taken for the key.
+            elif name in table.keys and (not place or "." not in key):
+                self.put(read, name, item, line, place + name)
+            elif name in table.sections and isinstance(item, dict):
+                self.read_table(read, item, at, place, f"{name}.")
+            elif name in table.sections:
+                self.complain(f"{place}{name} is a table: write [{place}{name}]", line)
+            elif section and not place and (key in table.keys or key in table.lists):
                 # The most frequent mistake with TOML: a top-level key written after a table's header belongs
                 # to that table.
-                self.complain(
-                    f"unknown key {dotted}",
-                    line,
-                    f"{name} belongs to no table: move it above the first [table]",
-                )
+                hint = f"{key} belongs to no table: move it above the first [table]"
+                self.complain(f"unknown key {name}", line, hint)
             else:
-                self.unknown(dotted, KEYS, line)
+                known = table.keys if section else (*table.keys, *table.sections, *table.lists)
+                self.unknown(place + name, [place + one for one in known], line)
 
-    def read_tables(self, kind: str, value: object, lines: Mapping[TomlPath, int]) -> None:
+    def read_tables(self, read: Reading, name: str, value: object, path: TomlPath, place: str) -> None:
         """Read a list of tables, such as [[root]]."""
-        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            self.complain(f"{kind} is a list of tables: write [[{kind}]] for each", line_of(lines, (kind,)))
+        single = place == TABLE and isinstance(value, dict)
+        tables = [value] if single else value
+        if not isinstance(tables, list) or not all(isinstance(item, dict) for item in tables):
+            kind = f"table: write [{place}], or" if place == TABLE else "list of tables: write"
+            of = " of several" if place == TABLE else ""
+            self.complain(f"{place} is a {kind} [[{place}]] for each{of}", line_of(self._lines, path))
             return
-        for index, table in enumerate(value):
-            path: TomlPath = (kind, index)
-            values = self.read_one(kind, _LISTS[kind], table, path, lines)
-            add = getattr(self, f"add_{kind}")
-            add(table, values, line_of(lines, path))
+        for index, table in enumerate(tables):
+            at = path if single else (*path, index)
+            one = Reading(read.table.lists[name][1], self.at(line_of(self._lines, at)))
+            errors = len(self.problems)
+            self.read_table(one, table, at, f"{place}.")
+            for flaw, key in self.flaws(one, table, read.lists[name], place, alone=len(tables) == 1):
+                self.complain(flaw, one.origins.get(key, one.origin).line)
+            # Of a root with an error in another key it is still known that it is one.
+            if len(self.problems) == errors or (place == "root" and "path" in one.values):
+                read.lists[name].append(one)
 
-    def read_one(
-        self,
-        kind: str,
-        known: Mapping[str, Key],
-        table: dict[str, object],
-        path: TomlPath,
-        lines: Mapping[TomlPath, int],
-    ) -> dict[str, Any]:
-        """Return the valid values of one table of a list; record an error for each other."""
-        values: dict[str, Any] = {}
-        for name, raw in table.items():
-            line = line_of(lines, (*path, name))
-            if name not in known:
-                self.unknown(name, known, line, shown=f"{kind}.{name}")
-                continue
-            try:
-                values[name] = known[name].parse(raw)
-            except ValueError as error:
-                self.complain(f"{kind}.{name}: {error}", line)
-        return values
-
-    def add_root(self, table: dict[str, object], values: dict[str, Any], line: int) -> None:
-        """Add a root whose keys have been read."""
-        if "path" in values:
-            self.roots.append(RootConfig(**fields_of(ROOT_KEYS, values), origin=self.at(line)))
-        elif "path" not in table:
-            self.complain("a [[root]] without a path", line)
-
-    def add_trainer(self, table: dict[str, object], values: dict[str, Any], line: int) -> None:
-        """Add a trainer whose keys have been read."""
-        if "name" not in table:
-            self.complain("a [[trainer]] without a name", line)
-        elif any(trainer.name == values.get("name") for trainer in self.trainers):
-            self.complain(f"a second [[trainer]] with the name {values['name']}", line)
-        elif ("heartbeat_file" in table) != ("heartbeat" in table):
-            self.complain("heartbeat_file and heartbeat must be set together", line)
-        elif "pid_file" not in table and "heartbeat_file" not in table:
-            self.complain("a [[trainer]] needs a pid_file, or a heartbeat_file and heartbeat", line)
-        # Otherwise an error has been recorded for the invalid value.
-        elif len(values) == len(table):
-            self.trainers.append(TrainerConfig(**fields_of(TRAINER_KEYS, values), origin=self.at(line)))
-
-    def add_watch_number(self, table: dict[str, object], values: dict[str, Any], line: int) -> None:
-        """Add a number whose keys have been read."""
-        if "file" not in table:
-            self.complain("a [[watch_number]] without a file", line)
-        elif len(self.watch_numbers) >= MAX_RULES:
-            self.complain(f"more than {MAX_RULES} [[watch_number]]", line)
-        # Otherwise an error has been recorded for the invalid value.
-        elif len(values) == len(table):
-            number = WatchNumber(str(values["file"]), values.get("key", "loss"), self.at(line))
-            self.watch_numbers.append(number)
-
-    def add_checkpoints(self, table: dict[str, object], values: dict[str, Any], line: int) -> None:
-        """Add a pattern whose key has been read."""
-        if "path" not in table:
-            self.complain("a [[checkpoints]] without a path", line)
-        elif len(self.checkpoints) >= MAX_RULES:
-            self.complain(f"more than {MAX_RULES} [[checkpoints]]", line)
-        # Otherwise an error has been recorded for the invalid value.
-        elif len(values) == len(table):
-            self.checkpoints.append(CheckpointPattern(values["path"], self.at(line)))
-
-    def add_snapshot_when(self, table: dict[str, object], values: dict[str, Any], line: int) -> None:
-        """Add a rule whose keys have been read."""
-        names = [name for name in ("renamed", "appears", "closed") if name in table]
-        sizes = [name for name in ("after", "changes") if name in table]
-        if len(sizes) == 1:
-            self.complain("after and changes must be set together", line)
-        elif len(names) + bool(sizes) != 1:
-            self.complain(
-                "a [[snapshot_when]] needs one of renamed, appears, closed, or after and changes", line
-            )
-        elif len(self.snapshot_when) >= MAX_RULES:
-            self.complain(f"more than {MAX_RULES} [[snapshot_when]]", line)
-        # Otherwise an error has been recorded for the invalid value.
-        elif len(values) == len(table):
-            rule = SnapshotWhen(**fields_of(SNAPSHOT_WHEN_KEYS, values), origin=self.at(line))
-            self.snapshot_when.append(rule)
+    def flaws(
+        self, read: Reading, table: Mapping[str, object], before: list[Reading], place: str, *, alone: bool
+    ) -> Iterator[_Flaw]:
+        """Yield what is missing in a table of a list, too much, or contradicts another key."""
+        header = f"[{place}]" if place == TABLE and alone else f"[[{place}]]"
+        missing = [key.name for key in read.table.required if key.name not in table]
+        yield from ((f"a {header} without the key {name}", "") for name in missing)
+        if place == TABLE and not alone and "name" not in table:
+            yield f"a {header} without a name: of several, each needs one", ""
+        if place in _LIMITED and len(before) >= MAX_RULES:
+            yield f"more than {MAX_RULES} {header}", ""
+        elif place in _FLAWS:
+            yield from _FLAWS[place](read, table, before)
 
     # --- the flat format
 
@@ -428,7 +285,7 @@ class Draft:
             if name == FLAT_ROOTS_NAME:
                 self.read_flat_roots(value, line)
             elif name in FLAT_NAMES:
-                self.put(KEYS[FLAT_NAMES[name]], value, self.at(line), shown_name=name)
+                self.put(self.top, FLAT_NAMES[name], value, line, name)
             elif name.partition(".")[0] == TABLE:
                 hint = "`ciuic config convert` makes a TOML file of this one"
                 self.complain(f"the flat format has no remotes, got {name}", line, hint)
@@ -439,48 +296,28 @@ class Draft:
     def read_flat_roots(self, paths: str | list[str], line: int) -> None:
         """Add the roots of the flat format's list."""
         for path in paths:
-            try:
-                self.roots.append(RootConfig(ROOT_KEYS["path"].parse(path), origin=self.at(line)))
-            except ValueError as error:
-                self.complain(f"{FLAT_ROOTS_NAME}: {error}", line)
+            one = Reading(TOP.lists["root"][1], self.at(line))
+            self.put(one, "path", path, line, FLAT_ROOTS_NAME)
+            if one.values:
+                self.top.lists["root"].append(one)
 
     # --- all
 
-    def unknown(self, name: str, known: Iterable[str], line: int, *, shown: str = "") -> None:
+    def unknown(self, name: str, known: Iterable[str], line: int) -> None:
         """Record an unknown key, with the key that was probably meant."""
         hint = (
             _REMOVED_KEYS.get(name) or _suggestion(name, known) or "`ciuic config example` prints every key"
         )
-        self.complain(f"unknown key {shown or name}", line, hint)
+        self.complain(f"unknown key {name}", line, hint)
 
     def build(self) -> Config:
         """Return the configuration, with defaults for everything not set."""
-        base = Config(
-            roots=tuple(self.roots),
-            trainers=tuple(self.trainers),
-            snapshot_when=tuple(self.snapshot_when),
-            watch_numbers=tuple(self.watch_numbers),
-            checkpoints=tuple(self.checkpoints),
-            file=self.file,
-            origins={name: self.origins.get(name, DEFAULT) for name in KEYS},
-        )
-        config = with_values(base, KEYS, self.values)
-        if "control.socket" not in self.values:
+        config: Config = self.top.make(file=self.file)
+        if "control.socket" not in self.top.values:
             control = replace(config.control, socket=config.runtime_dir / "control.sock")
             config = replace(config, control=control)
-        return replace(config, remotes=tuple(read.config(config.retention) for read in self.remotes))
-
-
-_LISTS: Mapping[str, Mapping[str, Key]] = {
-    "root": ROOT_KEYS,
-    "trainer": TRAINER_KEYS,
-    "snapshot_when": SNAPSHOT_WHEN_KEYS,
-    "watch_number": WATCH_NUMBER_KEYS,
-    "checkpoints": CHECKPOINT_KEYS,
-}
-MAX_RULES: Final = 64
-"""Limit of ``[[snapshot_when]]``: a worker compares each changed name with all of them."""
-_TABLES = tuple(dict.fromkeys(name.partition(".")[0] for name in KEYS if "." in name))
+        remotes = tuple(remote_of(read, config.retention) for read in self.top.lists[TABLE])
+        return replace(config, remotes=remotes)
 
 
 def _suggestion(name: str, known: Iterable[str]) -> str:
@@ -548,13 +385,12 @@ def load_config(
         draft.read(read_text(path))
     # An option wins over the environment, which wins over the file.
     if repository is not None:
-        draft.put_path("repository.path", repository, Origin("option", "--repo"))
+        draft.put_given("repository.path", repository, Origin("option", "--repo"))
     elif environ.get(REPOSITORY_VARIABLE):
         variable = Origin("environment", REPOSITORY_VARIABLE)
-        draft.put_path("repository.path", Path(environ[REPOSITORY_VARIABLE]), variable)
+        draft.put_given("repository.path", Path(environ[REPOSITORY_VARIABLE]), variable)
     if trust_repository:
-        draft.values["repository.trust_owner"] = True
-        draft.origins["repository.trust_owner"] = Origin("option", "--trust-repository")
+        draft.put_given("repository.trust_owner", True, Origin("option", "--trust-repository"))
     return draft.finish()
 
 

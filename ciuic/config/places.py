@@ -20,27 +20,35 @@ from pathlib import Path
 from ciuic import STATE_DIR_NAME
 from ciuic.config.model import Config, Problem, RemoteConfig, RootConfig
 from ciuic.config.owners import check_owners, command_flaw, file_flaw
-from ciuic.errors import ConfigError, NotFound, NotPermitted, UsageError
+from ciuic.errors import CiuicError, ConfigError, NotFound, NotPermitted, UsageError
 from ciuic.repository.trust import foreign_flaw, hint, refusal
 from ciuic.system import mountinfo
 from ciuic.system.mountinfo import LAZY_FS_TYPE, LAZY_RESTORE, Mount
 
 
-def _incomplete_root(root: RootConfig, path: bytes, mounts: Sequence[Mount]) -> Problem | None:
+def _objection(
+    root: RootConfig, message: str, hint: str = "", error: type[CiuicError] = UsageError
+) -> list[Problem]:
+    """Return the one problem that keeps a root from being protected."""
+    return [Problem("error", message, hint, root.origin, error)]
+
+
+def _check_lazy_restore(root: RootConfig, mounts: Sequence[Mount]) -> list[Problem]:
     """Return the problem of a root that is, contains or lies in a directory which is being restored lazily."""
-    for mount in mounts:
-        if mount.fs_type == LAZY_FS_TYPE and _meet(path, mount.mount_point):
-            return _problem(root, os.fsdecode(mount.mount_point))
+    path = os.fsencode(root.path)
+    restored = [
+        mount.mount_point
+        for mount in mounts
+        if mount.fs_type == LAZY_FS_TYPE and _meet(path, mount.mount_point)
+    ]
     # Not mounted: its process was killed, or the machine was started anew.
-    if os.path.lexists(os.path.join(path, STATE_DIR_NAME, LAZY_RESTORE)):
-        return _problem(root, os.fsdecode(path))
-    return None
-
-
-def _problem(root: RootConfig, restored: str) -> Problem:
-    message = f"{restored} is being restored lazily, and cannot be protected before it is complete and nobody works in it"
+    if not restored and os.path.lexists(os.path.join(path, STATE_DIR_NAME, LAZY_RESTORE)):
+        restored = [path]
+    if not restored:
+        return []
+    message = f"{os.fsdecode(restored[0])} is being restored lazily, and cannot be protected before it is complete and nobody works in it"
     hint = "ciuic restore --status shows it and who works in it; an interrupted one goes on with the same ciuic restore --lazy"
-    return Problem("error", message, hint, root.origin, UsageError)
+    return _objection(root, message, hint)
 
 
 def _meet(one: bytes, other: bytes) -> bool:
@@ -53,12 +61,8 @@ def _meet(one: bytes, other: bytes) -> bool:
 _OTHERS = 0o077
 
 
-def _check_remotes(config: Config) -> list[Problem]:
-    """Return why snapshots would not be sent to a remote unattended, or its key be known to others."""
-    return [problem for remote in config.remotes for problem in _check_one(remote)]
-
-
-def _check_one(remote: RemoteConfig) -> Iterator[Problem]:
+def _check_remote(remote: RemoteConfig) -> Iterator[Problem]:
+    """Yield why snapshots would not be sent to a remote unattended, or its key be known to others."""
     if remote.key_file is not None:
         yield from _check_key_file(remote)
     elif remote.key_command:
@@ -133,7 +137,7 @@ def check_places(config: Config, mounts: Sequence[Mount] | None = None) -> list[
         *_check_groups(config),
         *check_alert(config),
         *check_owners(config),
-        *_check_remotes(config),
+        *(problem for remote in config.remotes for problem in _check_remote(remote)),
     ]
 
 
@@ -191,19 +195,18 @@ def check_roots(
             continue
         found = check_root(root, mounts)
         if not found:
-            overlaps = (_overlap(root, other, mounts) for other in roots[:position])
-            found = [problem for problem in overlaps if problem is not None][:1]
+            found = [problem for other in roots[:position] for problem in _overlap(root, other, mounts)][:1]
         problems += found
     return problems
 
 
 def check_overlaps(roots: Sequence[RootConfig], mounts: Sequence[Mount] = ()) -> list[Problem]:
     """Return roots named twice or inside one another, by path and, with ``mounts``, by the real directory."""
-    found = (_overlap(root, other, mounts) for at, root in enumerate(roots) for other in roots[:at])
-    return [problem for problem in found if problem is not None]
+    pairs = ((root, other) for at, root in enumerate(roots) for other in roots[:at])
+    return [problem for root, other in pairs for problem in _overlap(root, other, mounts)]
 
 
-def _overlap(root: RootConfig, other: RootConfig, mounts: Sequence[Mount]) -> Problem | None:
+def _overlap(root: RootConfig, other: RootConfig, mounts: Sequence[Mount]) -> list[Problem]:
     inner, outer = os.fsencode(root.path), os.fsencode(other.path)
     if inner == outer:
         message = f"the root {root.path} is named twice"
@@ -213,9 +216,7 @@ def _overlap(root: RootConfig, other: RootConfig, mounts: Sequence[Mount]) -> Pr
         message = f"the root {root.path} contains the root {other.path}"
     else:
         message = _overlap_by_mounts(root, other, mounts)
-        if not message:
-            return None
-    return Problem("error", message, "keep one of the two", root.origin, UsageError)
+    return _objection(root, message, "keep one of the two") if message else []
 
 
 def _overlap_by_mounts(root: RootConfig, other: RootConfig, mounts: Sequence[Mount]) -> str:
@@ -257,66 +258,44 @@ def check_root(root: RootConfig, mounts: Sequence[Mount]) -> list[Problem]:
     """Return what keeps ``root`` from being protected; an overlay mounted exactly there is no problem."""
     path = root.path
     # First what names alone decide: nothing of it waits for a file system that does not answer.
-    refusal = _refuse_place(root, mounts)
-    if refusal is not None:
-        return [refusal]
-    # An overlay stands there already, so the directory passed these checks; a dead one would fail the lstat
-    # below.
-    if is_ciuic_mount(path, mounts):
-        return []
+    refused = _refuse_place(root, mounts)
+    # Where an overlay stands already, the directory passed these checks; a dead one would fail the lstat below.
+    if refused or is_ciuic_mount(path, mounts):
+        return refused
     try:
         status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
-        return [
-            Problem(
-                "error",
-                f"the root {path} does not exist",
-                "make the directory first",
-                root.origin,
-                NoDirectory,
-            )
-        ]
+        return _objection(root, f"the root {path} does not exist", "make the directory first", NoDirectory)
     except PermissionError:
-        return [
-            Problem(
-                "error", f"no permission to look at the root {path}", "run as root", root.origin, NotPermitted
-            )
-        ]
+        return _objection(root, f"no permission to look at the root {path}", "run as root", NotPermitted)
     except OSError as error:
-        return [Problem("error", f"the root {path} cannot be looked at: {error.strerror}", "", root.origin)]
+        return _objection(root, f"the root {path} cannot be looked at: {error.strerror}", error=ConfigError)
     if stat.S_ISLNK(status.st_mode) or canonical_root(path) != path:
         hint = f"name the directory itself: {canonical_root(path)}"
-        return [
-            Problem("error", f"the root {path} leads through a symbolic link", hint, root.origin, UsageError)
-        ]
+        return _objection(root, f"the root {path} leads through a symbolic link", hint)
     if not stat.S_ISDIR(status.st_mode):
-        hint = "name the directory that holds it"
-        return [Problem("error", f"the root {path} is not a directory", hint, root.origin, UsageError)]
-    incomplete = _incomplete_root(root, os.fsencode(path), mounts)
-    return [incomplete] if incomplete is not None else _check_file_system(root, mounts)
+        return _objection(root, f"the root {path} is not a directory", "name the directory that holds it")
+    return _check_lazy_restore(root, mounts) or _check_file_system(root, mounts)
 
 
-def _refuse_place(root: RootConfig, mounts: Sequence[Mount]) -> Problem | None:
+def _refuse_place(root: RootConfig, mounts: Sequence[Mount]) -> list[Problem]:
     path = os.fsencode(root.path)
     if path == b"/":
         hint = "name the directories that matter"
-        return Problem(
-            "error", "the root / cannot be protected: the system runs on it", hint, root.origin, UsageError
-        )
+        return _objection(root, "the root / cannot be protected: the system runs on it", hint)
     if STATE_DIR_NAME in path.split(b"/"):
-        return Problem(
-            "error", f"the root {root.path} lies in a state directory of ciuic", "", root.origin, UsageError
-        )
+        return _objection(root, f"the root {root.path} lies in a state directory of ciuic")
     for mount in mounts:
-        if mount.fs_type == CIUIC_FS_TYPE and mount.mount_point != path and _within(path, mount.mount_point):
-            protected = os.fsdecode(mount.mount_point)
+        if mount.fs_type != CIUIC_FS_TYPE or mount.mount_point == path:
+            continue
+        protected = os.fsdecode(mount.mount_point)
+        if _within(path, mount.mount_point):
             message = f"the root {root.path} lies inside {protected}, which is protected already"
-            return Problem("error", message, "nothing needs to be done for it", root.origin, UsageError)
-        if mount.fs_type == CIUIC_FS_TYPE and mount.mount_point != path and _within(mount.mount_point, path):
-            protected = os.fsdecode(mount.mount_point)
+            return _objection(root, message, "nothing needs to be done for it")
+        if _within(mount.mount_point, path):
             message = f"the root {root.path} contains {protected}, which is protected already"
-            return Problem("error", message, f"unprotect {protected} first", root.origin, UsageError)
-    return None
+            return _objection(root, message, f"unprotect {protected} first")
+    return []
 
 
 def _check_file_system(root: RootConfig, mounts: Sequence[Mount]) -> list[Problem]:
@@ -327,19 +306,15 @@ def _check_file_system(root: RootConfig, mounts: Sequence[Mount]) -> list[Proble
     if mount.fs_type in _PSEUDO_FS_TYPES:
         message = f"the root {root.path} lies on {kind}, which holds no files of its own"
         hint = "name a directory on a disk or in memory (tmpfs)"
-        return [Problem("error", message, hint, root.origin, UsageError)]
+        return _objection(root, message, hint)
     # Both lists: a mount may be read-only, or the whole file system behind it.
     if b"ro" in mount.options.split(b",") + mount.super_options.split(b","):
         message = f"the root {root.path} lies on a file system that is mounted read-only"
-        return [
-            Problem(
-                "error", message, "nothing can change there; it needs no protection", root.origin, UsageError
-            )
-        ]
+        return _objection(root, message, "nothing can change there; it needs no protection")
     if mount.fs_type == b"overlay" and _has_layers_apart(root.path):
         message = f"the root {root.path} lies on an overlayfs with layers on different file systems, whose files no snapshot would have"
         hint = "name the directory of the upper layer, or one on a disk; where a container engine made it: a volume"
-        return [Problem("error", message, hint, root.origin, UsageError)]
+        return _objection(root, message, hint)
     return []
 
 
@@ -434,13 +409,13 @@ def check_repository_beside(config: Config, root: RootConfig, repository: Path) 
     A bind mount that leads to the same directory under another name is recognised.
     """
     origin = config.origin("repository.path")
-    if _lies_in(root.path, repository):
+    if _lies_in(root.path, repository) is not None:
         message = f"the root {root.path} lies inside the repository {repository}"
         return [Problem("error", message, _NAME_IT, origin)]
     inside = _lies_in(repository, root.path)
-    if not inside:
+    if inside is None:
         return []
-    if inside.path and config.exclude_matcher(root).match(inside.path, True):
+    if inside and config.exclude_matcher(root).match(inside, True):
         message = (
             f"the repository {repository} is written through the overlay of {root.path}, which costs speed"
         )
@@ -458,7 +433,7 @@ def _check_sockets(config: Config) -> Iterator[Problem]:
         ("control.socket", config.control.socket.parent),
     ):
         for root in config.roots:
-            if _lies_in(place, root.path):
+            if _lies_in(place, root.path) is not None:
                 message = (
                     f"{name}: {place} lies inside the root {root.path}, whose worker would wait for itself"
                 )
@@ -466,30 +441,20 @@ def _check_sockets(config: Config) -> Iterator[Problem]:
                 break
 
 
-class _Inside:
-    """Position of one path inside another; false if it is outside."""
-
-    def __init__(self, path: bytes | None) -> None:
-        self.path = path or b""
-        self._inside = path is not None
-
-    def __bool__(self) -> bool:
-        return self._inside
-
-
-def _lies_in(path: Path, directory: Path) -> _Inside:
+def _lies_in(path: Path, directory: Path) -> bytes | None:
+    """Return the path inside a directory, empty for the directory itself; None for one outside."""
     inner, outer = os.fsencode(path), os.fsencode(directory)
     if _within(inner, outer):
-        return _Inside(os.path.relpath(inner, outer) if inner != outer else b"")
+        return os.path.relpath(inner, outer) if inner != outer else b""
     mounts = mountinfo.read()
     if is_ciuic_mount(directory, mounts):
         # Compare by name only: a dead or hanging overlay may not answer a stat.
-        return _Inside(None)
+        return None
     try:
         wanted = os.stat(directory)
     except OSError:
         # A missing directory (or a dead overlay) can only be compared by name.
-        return _Inside(None)
+        return None
     # A mount point is no symbolic link, and its overlay may not answer: its parent tells as much.
     covered = is_ciuic_mount(path, mounts)
     real = inner if covered else os.path.realpath(inner)
@@ -502,9 +467,9 @@ def _lies_in(path: Path, directory: Path) -> _Inside:
             # Not made yet: its parents decide.
             found = None
         if found is not None and (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
-            return _Inside(os.path.relpath(real, current) if current != inner else b"")
+            return os.path.relpath(real, current) if current != inner else b""
         if current == b"/":
-            return _Inside(None)
+            return None
         current = os.path.dirname(current)
 
 

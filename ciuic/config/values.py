@@ -15,20 +15,22 @@ import re
 from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from pathlib import Path
-from typing import get_args
+from typing import Literal, TypeVar, get_args
 from urllib.parse import urlsplit
 
-from ciuic.config.model import DailyWindow, IoPrioritySetting
+import msgspec
+
 from ciuic.excludes import check_pattern
 from ciuic.retention import MinFree
 from ciuic.system.clouds import Cloud
-from ciuic.units import format_duration, format_size, parse_duration, parse_share, parse_size
+from ciuic.units import format_size, parse_duration, parse_share, parse_size
+
+_Number = TypeVar("_Number", int, float)
+IoClass = Literal["idle", "best-effort", "none"]
 
 # Limits of the format (docs/format.md, section 3).
 MIN_BLOCK_SIZE_BYTES = 4096
 MAX_BLOCK_SIZE_BYTES = 8 << 20
-# With less a snapshot would hardly end.
-_MIN_SHARE = 0.0001
 # More is a slip of the hand.
 _MAX_NAME_BYTES = 255
 _MAX_COUNT = 1_000_000
@@ -42,11 +44,55 @@ _HOST = r"(?=.{1,253}\Z)[a-z0-9-]+(\.[a-z0-9-]+)*"
 _HEADER = r"[a-z0-9-]{1,64}"
 
 
+class IoPrioritySetting(msgspec.Struct, frozen=True):
+    """I/O class and level (0 highest … 7) of the capture process; ``none`` leaves it as inherited."""
+
+    # Linux has eight levels in the best-effort class; idle has none (ioprio_set(2)).
+    io_class: IoClass = "idle"
+    level: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.io_class}:{self.level}" if self.io_class == "best-effort" else self.io_class
+
+
+class DailyWindow(msgspec.Struct, frozen=True):
+    """Part of the day, in local time, in which a remote may be written to."""
+
+    start_minute: int
+    """Minute of the day, 0 to 1439, at which the window opens."""
+    end_minute: int
+    """Minute of the day, 1 to 1440, at which it closes; before ``start_minute``: on the next day."""
+
+    def is_open(self, minute: int) -> bool:
+        """Return whether the window is open at ``minute`` of the day (0 to 1439)."""
+        if self.start_minute < self.end_minute:
+            return self.start_minute <= minute < self.end_minute
+        return minute >= self.start_minute or minute < self.end_minute
+
+    def __str__(self) -> str:
+        minutes = (self.start_minute, self.end_minute)
+        return "-".join(f"{minute // 60:02d}:{minute % 60:02d}" for minute in minutes)
+
+
 def _text_value(value: object) -> str:
     """Return a text without surrounding blanks."""
     if not isinstance(value, str):
         raise ValueError(f"must be a text in quotes, got {value!r}")
     return value.strip()
+
+
+def _at_least(
+    parse: Callable[[object], _Number], least: _Number, otherwise: str
+) -> Callable[[object], _Number]:
+    """Return a parser that refuses smaller numbers with a sentence."""
+
+    def parse_number(value: object) -> _Number:
+        number = parse(value)
+        if number < least:
+            raise ValueError(otherwise)
+        return number
+
+    return parse_number
 
 
 def duration_value(value: object) -> int:
@@ -57,12 +103,8 @@ def duration_value(value: object) -> int:
     return parse_duration("0" if value == 0 and not isinstance(value, bool) else _text_value(value))
 
 
-def interval_value(value: object) -> int:
-    """Return a duration of at least one second."""
-    seconds = duration_value(value)
-    if seconds < 1:
-        raise ValueError("must be at least 1s")
-    return seconds
+interval_value = _at_least(duration_value, 1, "must be at least 1s")
+"""Parser of a duration of at least one second, in seconds."""
 
 
 def _size_value(value: object) -> int:
@@ -74,20 +116,18 @@ def _size_value(value: object) -> int:
     )
 
 
-def undo_limit_value(value: object) -> int:
-    """Return the limit of an undo log, at least 1 MiB."""
-    size_bytes = _size_value(value)
-    if size_bytes < 1 << 20:
-        raise ValueError("must be at least 1MiB, or no snapshot could be finished while the job writes")
-    return size_bytes
+undo_limit_value = _at_least(
+    _size_value, 1 << 20, "must be at least 1MiB, or no snapshot could be finished while the job writes"
+)
+"""Parser of the limit of an undo log."""
 
 
-def min_share_value(value: object) -> float:
-    """Return a share of time, at least 0.01 %."""
-    share = parse_share(_text_value(value))
-    if share < _MIN_SHARE:
-        raise ValueError("must be at least 0.01%, or a snapshot would never end")
-    return share
+min_share_value = _at_least(
+    lambda value: parse_share(_text_value(value)),
+    0.0001,
+    "must be at least 0.01%, or a snapshot would never end",
+)
+"""Parser of a share of time."""
 
 
 def show_share(value: float) -> str:
@@ -137,6 +177,11 @@ def path_value(value: object) -> Path:
     return Path("/" + os.path.normpath(text).lstrip("/"))
 
 
+def path_text_value(value: object) -> str:
+    """Return an absolute path as text."""
+    return str(path_value(value))
+
+
 def path_pattern_value(value: object) -> str:
     """Return a pattern of absolute paths, as in gitignore."""
     pattern = _text_value(value)
@@ -153,16 +198,13 @@ def listen_value(value: object) -> str | None:
     text = _text_value(value)
     if not text:
         return None
-    # Imported here: it takes milliseconds, and few configurations have an address.
-    import ipaddress
-
     host, colon, port = text.rpartition(":")
     # ASCII digits alone: int() would accept signs, underscores and digits of other scripts.
     is_port = port.isascii() and port.isdigit() and 0 < int(port[:6]) <= MAX_PORT
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
         # Numeric, because a name can have several addresses, and change them.
-        version = ipaddress.ip_address(bare).version if colon else 0
+        version = ip_address(bare).version if colon else 0
     except ValueError:
         version = 0
     # Brackets tell the colons of an IPv6 address from the one before the port.
@@ -186,21 +228,29 @@ def _texts_value(value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
-def patterns_value(value: object) -> tuple[str, ...]:
-    """Return a list of valid exclude patterns."""
-    patterns = _texts_value(value)
-    for pattern in patterns:
-        check_pattern(pattern)
-    return patterns
+def _each(check: Callable[[str], object]) -> Callable[[object], tuple[str, ...]]:
+    """Return a parser of a list of texts, each of which a function checks."""
+
+    def parse(value: object) -> tuple[str, ...]:
+        texts = _texts_value(value)
+        for text in texts:
+            check(text)
+        return texts
+
+    return parse
 
 
-def names_value(value: object) -> tuple[str, ...]:
-    """Return a list of patterns of names without a slash."""
-    names = _texts_value(value)
-    for name in names:
-        if not name or "/" in name or "\0" in name:
-            raise ValueError(f'must be patterns of names without a slash, such as ["*.log"], got {name!r}')
-    return names
+patterns_value = _each(check_pattern)
+"""Parser of a list of exclude patterns."""
+
+
+def _check_name(name: str) -> None:
+    if not name or "/" in name or "\0" in name:
+        raise ValueError(f'must be patterns of names without a slash, such as ["*.log"], got {name!r}')
+
+
+names_value = _each(_check_name)
+"""Parser of a list of patterns of names without a slash."""
 
 
 def name_value(value: object) -> str:
@@ -216,29 +266,21 @@ def name_value(value: object) -> str:
     return name
 
 
-def change_value(value: object) -> int:
-    """Return an amount of changed bytes, at least 1."""
-    size_bytes = _size_value(value)
-    if size_bytes < 1:
-        raise ValueError("must be at least 1 byte")
-    return size_bytes
+change_value = _at_least(_size_value, 1, "must be at least 1 byte")
+"""Parser of an amount of changed bytes."""
 
 
-def positive_value(value: object) -> int:
-    """Return an integer from 1 to a million."""
-    count = count_value(value)
-    if count < 1:
-        raise ValueError("must be at least 1")
-    return count
+positive_value = _at_least(count_value, 1, "must be at least 1")
+"""Parser of an integer from 1 to a million."""
 
 
-def tags_value(value: object) -> tuple[str, ...]:
-    """Return a list of tags."""
-    tags = _texts_value(value)
-    for tag in tags:
-        if not re.match(_TAG, tag):
-            raise ValueError(f"a tag must have no blanks, commas or |, got {tag!r}")
-    return tags
+def _check_tag(tag: str) -> None:
+    if not re.match(_TAG, tag):
+        raise ValueError(f"a tag must have no blanks, commas or |, got {tag!r}")
+
+
+tags_value = _each(_check_tag)
+"""Parser of a list of tags."""
 
 
 def account_value(kind: str) -> Callable[[object], str | None]:
@@ -301,17 +343,13 @@ def trainer_name_value(value: object) -> str:
 def io_priority_value(value: object) -> IoPrioritySetting:
     """Return an I/O class and level."""
     text = _text_value(value)
-    io_class, colon, level = text.partition(":")
-    if io_class == "idle" and not colon:
-        return IoPrioritySetting("idle")
-    if io_class == "none" and not colon:
-        return IoPrioritySetting("none")
-    if io_class == "best-effort" and not colon:
-        # What the kernel takes for a process of nice 0 that has set none: (nice + 20) / 5 (ioprio_set(2)).
-        return IoPrioritySetting("best-effort", 4)
-    if io_class == "best-effort" and re.fullmatch("[0-7]", level):
-        return IoPrioritySetting("best-effort", int(level))
-    raise ValueError(f"must be idle, none, or best-effort:0 to best-effort:7, got {text!r}")
+    match = re.fullmatch("idle|none|best-effort(?::([0-7]))?", text)
+    if match is None:
+        raise ValueError(f"must be idle, none, or best-effort:0 to best-effort:7, got {text!r}")
+    if text in ("idle", "none"):
+        return IoPrioritySetting("idle" if text == "idle" else "none")
+    # What the kernel takes for a process of nice 0 that has set none: (nice + 20) / 5 (ioprio_set(2)).
+    return IoPrioritySetting("best-effort", int(match[1] or 4))
 
 
 def one_of_value(choices: Sequence[str]) -> Callable[[object], str]:
@@ -336,29 +374,18 @@ def flag_value(value: object) -> bool:
     return value
 
 
-def show_flag(value: bool) -> str:
-    """Return a boolean as TOML has it."""
-    return str(value).lower()
-
-
 def show_hidden(value: object) -> str:
     """Return that a secret is set; empty if it is not."""
     return "(set)" if value else ""
 
 
-def show_list(values: Sequence[str]) -> str:
-    """Return a list as text."""
-    return ", ".join(values)
-
-
-def show_optional(value: object) -> str:
-    """Return a value as text; empty for None."""
-    return "" if value is None else str(value)
-
-
-def show_interval(seconds: int) -> str:
-    """Return an interval as text; empty for 0, which stands for none."""
-    return format_duration(seconds) if seconds else ""
+def show_value(value: object) -> str:
+    """Return a value as text, as TOML has it but for the quotes."""
+    if isinstance(value, tuple):
+        return ", ".join(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 BUCKET_SCHEMES = ("s3", "gs", "az", "oss")
@@ -521,14 +548,12 @@ def word_value(value: object) -> str | None:
     return text or None
 
 
-def bandwidth_value(value: object) -> int:
-    """Return a limit in bytes a second."""
-    size_bytes = _size_value(value)
-    if size_bytes < MIN_BANDWIDTH_BYTES:
-        raise ValueError(
-            f"must be at least {format_size(MIN_BANDWIDTH_BYTES)} a second; leave it out for no limit"
-        )
-    return size_bytes
+bandwidth_value = _at_least(
+    _size_value,
+    MIN_BANDWIDTH_BYTES,
+    f"must be at least {format_size(MIN_BANDWIDTH_BYTES)} a second; leave it out for no limit",
+)
+"""Parser of a limit in bytes a second."""
 
 
 def price_value(value: object) -> float:
@@ -553,11 +578,6 @@ def window_value(value: object) -> DailyWindow:
     if end in (start, start + _MINUTES_PER_DAY):
         raise ValueError(f"must not begin when it ends, got {text}; leave it out for always")
     return DailyWindow(start, end)
-
-
-def show_price(value: float) -> str:
-    """Return a price as text."""
-    return f"{value:g}"
 
 
 def _short(text: str) -> str:

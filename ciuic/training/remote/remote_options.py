@@ -18,8 +18,7 @@ from msgspec.structs import replace
 
 from ciuic.config import RemoteConfig, load_config
 from ciuic.config.keys import REMOTE_KEYS
-from ciuic.config.load import ReadRemote
-from ciuic.config.model import DEFAULT
+from ciuic.config.load import remote_with
 from ciuic.errors import CiuicError, UsageError, pip_install
 from ciuic.remote.access import configured_settings
 from ciuic.remote.objects.urls import parse_url
@@ -134,7 +133,7 @@ def _parsed(given: Mapping[str, Any]) -> RemoteConfig:
         except ValueError as error:
             raise UsageError(f"{name} of a remote {error}") from None
     # With the defaults of `[remote]`, also those of its retention.
-    return ReadRemote(parsed, {}, DEFAULT).config(RetentionPolicy())
+    return remote_with(parsed, RetentionPolicy())
 
 
 def _name_of(url: str, endpoint: str) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ciuic.config import (
+    FLAT_NAMES,
     KEYS,
     AlertConfig,
     Config,
@@ -25,6 +27,7 @@ from ciuic.config import (
     parse_config,
     shown,
 )
+from ciuic.config.keys import TOP, Table
 from ciuic.config.values import listen_value
 from ciuic.errors import ConfigError, NotPermitted
 
@@ -261,7 +264,7 @@ def test_conversion_to_toml_changes_no_value() -> None:
         ('[schedule]\n\nintervall = "1h"', 3, "did you mean schedule.interval?"),
         ("[repository]\ncompresion = 3", 2, "`ciuic config example` prints every key"),
         ('[shedule]\ninterval = "1h"', 1, "did you mean schedule?"),
-        ('[[root]]\npath = "/a"\n[[root]]\npath = "/b"\ndrivr = "auto"', 5, "did you mean driver?"),
+        ('[[root]]\npath = "/a"\n[[root]]\npath = "/b"\ndrivr = "auto"', 5, "did you mean root.driver?"),
         ('[schedule]\ninterval = "1 hour"', 2, "not a duration"),
         ("[schedule]\ninterval = 3600", 2, "needs a unit"),
         ('[schedule]\ninterval = "0"', 2, "at least 1s"),
@@ -279,18 +282,18 @@ def test_conversion_to_toml_changes_no_value() -> None:
         ('[schedule]\ninterval = "1h"\nexclude = ["a"]', 3, "above the first [table]"),
         ('schedule = "1h"', 1, "[schedule]"),
         ('[root]\npath = "/a"', 1, "[[root]]"),
-        ('[[root]]\ndriver = "auto"', 1, "without a path"),
+        ('[[root]]\ndriver = "auto"', 1, "without the key path"),
         ('[[root]]\npath = "a"', 2, "absolute"),
         ('[[root]]\npath = "/a"\ndriver = "fuse"', 3, "kernel"),
         ('[log]\nlevel = "loud"', 2, "warning"),
         ('[alert]\ncommand = ["tell"]', 2, "absolute path"),
         ('[watch]\nusers = ["a b"]', 2, "name of a user"),
-        ('[[trainer]]\npid_file = "/p"', 1, "without a name"),
+        ('[[trainer]]\npid_file = "/p"', 1, "without the key name"),
         ('[[trainer]]\nname = "a"', 1, "needs a pid_file"),
         ('[[trainer]]\nname = "a"\nheartbeat = "1m"', 1, "together"),
-        ('[[watch_number]]\nkey = "loss"', 1, "without a file"),
+        ('[[watch_number]]\nkey = "loss"', 1, "without the key file"),
         ('[[watch_number]]\nfile = "a"', 2, "absolute"),
-        ("[[checkpoints]]", 1, "without a path"),
+        ("[[checkpoints]]", 1, "without the key path"),
         ('[[checkpoints]]\npath = "step-*"', 2, "absolute"),
         ('[[checkpoints]]\npath = "!/a"', 2, "absolute"),
         ('[[checkpoints]]\npath = "/a//b"', 2, "match nothing"),
@@ -298,7 +301,7 @@ def test_conversion_to_toml_changes_no_value() -> None:
         ('[[checkpoints]]\npath = "/"', 2, "matches nothing"),
         ('[[checkpoints]]\npath = "/a/["', 2, "lacks its ]"),
         ('[[checkpoints]]\npath = ["/a"]', 2, "must be a text"),
-        ('[[checkpoints]]\npaths = "/a"', 2, "did you mean path?"),
+        ('[[checkpoints]]\npaths = "/a"', 2, "did you mean checkpoints.path?"),
         ('[[checkpoints]]\npath = "/a"\n' * 65, 129, "more than 64"),
         ('[[snapshot_when]]\nafter = "1m"', 1, "together"),
         ("[[snapshot_when]]\nper_hour = 1", 1, "needs one of"),
@@ -307,8 +310,8 @@ def test_conversion_to_toml_changes_no_value() -> None:
         ('[[snapshot_when]]\nrenamed = "[z"', 2, "no ] closes"),
         ('[[snapshot_when]]\nrenamed = ["a"]', 2, "must be a text"),
         ('[[snapshot_when]]\nclosed = "a"\nper_hour = 0', 3, "at least 1"),
-        ('[[snapshot_when]]\nclosde = "a"', 2, "did you mean closed?"),
-        ('[[trainer]]\nname = "a"\npid_fil = "/p"', 3, "did you mean pid_file?"),
+        ('[[snapshot_when]]\nclosde = "a"', 2, "did you mean snapshot_when.closed?"),
+        ('[[trainer]]\nname = "a"\npid_fil = "/p"', 3, "did you mean trainer.pid_file?"),
         ('[[trainer]]\nname = "a"\npid_file = "/p"\n[[trainer]]\nname = "a"\npid_file = "/q"', 4, "second"),
         ('[control]\nsocket = "/' + "x" * 120 + '"', 2, "too long"),
         ("[schedule\n", 1, "not TOML"),
@@ -427,13 +430,29 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_every_key_is_documented() -> None:
     """docs/configuration.md has each key with its default."""
     page = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text()
+    flat_names = {name: flat for flat, name in FLAT_NAMES.items()}
     for key in KEYS.values():
         row = next((line for line in page.splitlines() if line.startswith(f"| `{key.name}`")), None)
         assert row is not None, f"{key.name} is not documented"
         # The lists of names are in the page's text.
         default = "" if key.name.startswith("overlay.") else key.show_effective(Config())
         assert not default or f"`{default}`" in row, row
-        assert not key.flat_name or f"`{key.flat_name}`" in row, row
+        assert f"`{flat_names.get(key.name, '')}`" in row or key.name not in flat_names, row
+
+
+def _keys_of_lists(table: Table, place: str = "") -> Iterator[tuple[str, str]]:
+    for name, (_, inner) in table.lists.items():
+        yield from ((f"{place}{name}", key) for key in inner.keys)
+        yield from _keys_of_lists(inner, f"{place}{name}.")
+
+
+@pytest.mark.parametrize(("table", "key"), [*_keys_of_lists(TOP)])
+def test_every_key_of_a_list_is_documented(table: str, key: str) -> None:
+    """The page and the example have each key of each list of tables, in its table or in a row of its own."""
+    top = Path(__file__).parents[3]
+    page = (top / "docs" / "configuration.md").read_text()
+    assert f"`{table}.{key}`" in page or re.search(rf"^(# )?{key} = |^\| .*`{key}`", page, re.MULTILINE)
+    assert re.search(rf"^# \[+{re.escape(table)}\]+$", (top / "etc" / "ciuic.toml").read_text(), re.MULTILINE)
 
 
 def test_example_is_valid() -> None:

@@ -22,8 +22,8 @@ from ciuic.config import (
     parse_config,
     shown,
 )
-from ciuic.config.keys import DEFAULT_REMOTE_NAME
 from ciuic.config.load import parse_leniently
+from ciuic.config.model import DEFAULT_REMOTE_NAME
 from ciuic.config.values import window_value
 from ciuic.errors import ConfigError
 from ciuic.retention import RetentionPolicy
@@ -179,7 +179,7 @@ S3 = 'url = "s3://bucket"\n'
     [
         ("remote = 3", 1, "[[remote]] for each of several"),
         ("remote = [1]", 1, "is a table"),
-        ("[remote]\n", 1, "without a url"),
+        ("[remote]\n", 1, "without the key url"),
         ('[remote]\nurl = "bucket"', 2, "s3://"),
         ('[remote]\nurl = "memory://x"', 2, "s3://"),
         ('[remote]\nurl = "s3://"', 2, "a bucket after s3://"),

@@ -111,7 +111,6 @@ def _of_url(
     config: Config, place: str, name: str, endpoint: str, region: str, *, is_new: bool
 ) -> RemoteConfig:
     from ciuic.config import REMOTE_KEYS, RemoteConfig
-    from ciuic.config.keys import DEFAULT_REMOTE_NAME
 
     given = {"url": place, "name": name, "endpoint": endpoint, "region": region}
     values: dict[str, Any] = {}
@@ -141,7 +140,7 @@ def _of_url(
         raise UsageError(
             f"the configuration has another remote with the name {name}", hint="choose another --name"
         )
-    return RemoteConfig(**{"name": DEFAULT_REMOTE_NAME, **values})
+    return RemoteConfig(**values)
 
 
 def opened(config: RemoteConfig, objects: Objects) -> Remote:
