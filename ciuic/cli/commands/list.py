@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
-from ciuic.cli.shared import pairs, sets, times
+from ciuic.cli.shared import pairs, times
 from ciuic.cli.shared.documents import Keys
 from ciuic.cli.shared.messages import plural, shown_text, warn
 from ciuic.cli.shared.options import HOST_PATH, FrameCommand, use_configured_remote
@@ -35,7 +35,6 @@ from ciuic.cli.shared.output import (
 )
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import Damaged, UsageError
-from ciuic.repository.snapshot_sets import shown_members
 from ciuic.types import TAG_INCOMPLETE, TAG_NOT_HELD, TAG_PARTIAL, TAG_RETAKEN, TAG_SAFETY, is_safety
 
 if TYPE_CHECKING:
@@ -234,6 +233,8 @@ def command(
 
 def _sets(session: Session, asked: _Filter, *, as_json: bool) -> None:
     """Print the sets of which a snapshot is selected."""
+    from ciuic.cli.shared import sets
+    from ciuic.repository.snapshot_sets import shown_members
     from ciuic.units import human_duration, human_size
 
     found = [
