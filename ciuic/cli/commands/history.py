@@ -35,7 +35,6 @@ from ciuic.errors import Damaged, NotFound, UsageError
 from ciuic.excludes import check_pattern, effective_patterns
 
 if TYPE_CHECKING:
-    from ciuic.cli.shared.output import Cell
     from ciuic.history import DirectoryChanges, FoundPath, PathVersion, RootChanges, StoredCheckpoint, Total
     from ciuic.types import Snapshot
 
@@ -310,7 +309,14 @@ def changed_command(since: str, tree: bool, root: bytes | None, limit: int | Non
         else:
             found.append(changes._replace(directories=_limited(changes.directories, limit)))
     if as_json:
-        out_json({"roots": [_changes_document(changes) for changes in found]})
+        out_json(
+            {
+                "roots": [
+                    _CHANGES.of(changes, old_time_ns=changes.old.time_ns, new_time_ns=changes.new.time_ns)
+                    for changes in found
+                ]
+            }
+        )
     else:
         for changes in found:
             _show_changes(changes, tree=tree)
@@ -351,10 +357,6 @@ def _total(total: Total) -> str:
     from ciuic.units import human_size
 
     return f"{human_size(total.size_bytes)} in {plural(total.files, 'file')}" if total.files else ""
-
-
-def _changes_document(changes: RootChanges) -> dict[str, Any]:
-    return _CHANGES.of(changes, old_time_ns=changes.old.time_ns, new_time_ns=changes.new.time_ns)
 
 
 @click.command("checkpoints", cls=FrameCommand)

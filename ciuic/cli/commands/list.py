@@ -38,7 +38,6 @@ from ciuic.errors import Damaged, UsageError
 from ciuic.types import TAG_INCOMPLETE, TAG_NOT_HELD, TAG_PARTIAL, TAG_RETAKEN, TAG_SAFETY, is_safety
 
 if TYPE_CHECKING:
-    from ciuic.cli.shared.output import Column
     from ciuic.remote.object_names import ManifestName
     from ciuic.repository import SnapshotInfo
     from ciuic.repository.promised import Promise

@@ -82,7 +82,11 @@ def command(
             raise click.UsageError(f"{option} goes with --remote")
     report = _prune(session, dry_run)
     if as_json:
-        out_json(_document(report))
+        decisions = [
+            _DECISION.of(decision, keep=decision.id not in report.removed)
+            for decision in report.plan.decisions
+        ]
+        out_json(_PRUNE.of(report, decisions=decisions, interrupted=report.stopped))
     else:
         _print(report)
     if report.stopped:
@@ -154,17 +158,6 @@ def _prune(session: Session, dry_run: bool) -> PruneResult:
             signal.signal(number, handler)
     report.notes += remotes.flaws
     return report
-
-
-def _document(report: PruneResult) -> dict[str, Any]:
-    return _PRUNE.of(
-        report,
-        decisions=[
-            _DECISION.of(decision, keep=decision.id not in report.removed)
-            for decision in report.plan.decisions
-        ],
-        interrupted=report.stopped,
-    )
 
 
 def _print(report: PruneResult) -> None:

@@ -6,8 +6,6 @@ Guarantees: those of ciuic.maintenance.usage; nothing is changed. What cannot be
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any
 
 import click
 
@@ -88,7 +86,26 @@ def command(ids: tuple[str, ...], root: bytes | None, period: str, as_json: bool
     ]
     roots = [one for one in usage.roots if root is None or one.name == os.fsdecode(root)]
     if as_json:
-        out_json(_document(session.place, usage, rows, roots, period, len(chosen) > 1, list(unread)))
+        out_json(
+            _STATS.of(
+                usage,
+                repository=session.place,
+                snapshots=[
+                    _SNAPSHOT.of(one, safety=one.is_safety, frees_bytes=one.alone_bytes) for one in rows
+                ],
+                together_frees_bytes=usage.together_bytes if len(chosen) > 1 else None,
+                roots=[
+                    _ROOT.of(one, path=os.fsencode(one.name), frees_bytes=one.alone_bytes) for one in roots
+                ],
+                period=period,
+                periods=[
+                    _PERIOD.of(one, begins=one.name, frees_bytes=one.alone_bytes) for one in usage.periods
+                ],
+                deduplication=_ratio(usage.size_bytes, usage.raw_bytes),
+                compression=_ratio(usage.raw_bytes, usage.stored_bytes),
+                unread=list(unread),
+            )
+        )
         return session.exit_code
     if not usage.snapshots:
         note("no snapshots yet")
@@ -193,26 +210,3 @@ def _show_totals(usage: Usage) -> None:
         2,
     )
     out_prose(f"packs {_size(usage.packs_bytes)}, of which no snapshot needs {_size(usage.garbage_bytes)}", 2)
-
-
-def _document(
-    place: str,
-    usage: Usage,
-    rows: list[SnapshotUse],
-    roots: list[GroupUse],
-    period: str,
-    together: bool,
-    unread: Sequence[str],
-) -> dict[str, Any]:
-    return _STATS.of(
-        usage,
-        repository=place,
-        snapshots=[_SNAPSHOT.of(one, safety=one.is_safety, frees_bytes=one.alone_bytes) for one in rows],
-        together_frees_bytes=usage.together_bytes if together else None,
-        roots=[_ROOT.of(one, path=os.fsencode(one.name), frees_bytes=one.alone_bytes) for one in roots],
-        period=period,
-        periods=[_PERIOD.of(one, begins=one.name, frees_bytes=one.alone_bytes) for one in usage.periods],
-        deduplication=_ratio(usage.size_bytes, usage.raw_bytes),
-        compression=_ratio(usage.raw_bytes, usage.stored_bytes),
-        unread=unread,
-    )
