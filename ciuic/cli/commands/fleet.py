@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _STATE = Keys("snapshot, time, epoch, step")
 _BEHIND = Keys("snapshots, size_bytes, seconds")
 _HOST = Keys(
-    "host|null, reporter, told, told_seconds, problems, ciuic|null, repository|null, interval_seconds|null, max_lag_seconds|null, behind"
+    "host|null, reporter, told, told_seconds, problems, ciuic (or null), repository|null, interval_seconds|null, max_lag_seconds|null, behind"
     " (or null), newest|null, newest_stored|null, error (or null), roots|null, trainings|null, last_drill|null",
     "each of the `hosts` of `fleet status`, those with problems first",
     problems=Keys("kind (`forged`, `silent`, `error`, `drill`, `behind`), text"),
@@ -231,7 +231,7 @@ def _opened(session: Session, config: RemoteConfig, objects: Objects) -> Remote:
 
 def _document(session: Session, host: _Host) -> dict[str, Any]:
     read, status = host.read, host.read.status
-    facts: dict[str, object] = {"behind": None, "error": None}
+    facts: dict[str, object] = {"ciuic": None, "behind": None, "error": None}
     if status is not None:
         only_here_ns = status.behind.only_here_ns
         seconds = max(0.0, (session.now_ns - only_here_ns) / 1e9) if only_here_ns else 0.0
@@ -240,6 +240,7 @@ def _document(session: Session, host: _Host) -> dict[str, Any]:
             for one in status.trainings
         ]
         facts = {
+            "ciuic": status.ciuic,
             "behind": _BEHIND.of(status.behind, seconds=seconds),
             "error": status.error,
             "trainings": trainings,

@@ -60,9 +60,11 @@ class Keys:
                     found = rfc3339(found) if found or not mark else ""
             if found is _MISSING and not mark:
                 raise AttributeError(f"no value of the key {name} among: {self.text}")
-            is_empty = bool(mark) and (found is _MISSING or found in ("", b""))
-            if not is_empty or mark != "?":
-                document.update(_entry(name, None if is_empty else found, self._inner.get(name)))
+            # An empty name is no value; an empty text is one, unless it stands for null.
+            if mark == "?" and (found is _MISSING or found == b""):
+                continue
+            is_null = mark == "|null" and (found is _MISSING or found in ("", b""))
+            document.update(_entry(name, None if is_null else found, self._inner.get(name)))
         return document
 
     def all(self, records: Iterable[object]) -> list[dict[str, Any]]:

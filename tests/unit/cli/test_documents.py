@@ -55,6 +55,8 @@ def test_keys_without_a_value() -> None:
         "parent": None,
         "taken": None,
     }
+    # An empty text is a value.
+    assert Keys("parent?").of(_RECORD) == {"parent": ""}
     with pytest.raises(AttributeError, match="absent"):
         Keys("absent").of(_RECORD)
 
