@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -14,9 +16,10 @@ from typing import Final
 
 import click
 
-from ciuic.cli import INTERRUPTED
+from ciuic.cli import INTERRUPTED, shared
 from ciuic.cli.app import COMMANDS, cli
 from ciuic.cli.commands.web.rights import rights_table
+from ciuic.cli.shared.documents import Keys
 from ciuic.errors import BY_EXIT_CODE
 
 
@@ -41,6 +44,10 @@ def _commands() -> Iterator[tuple[str, click.Command]]:
         command = cli.get_command(click.Context(cli), name)
         assert command is not None
         yield from _below(name, command)
+
+
+def _is_in(words: list[str], text: list[str]) -> bool:
+    return any(text[at : at + len(words)] == words for at in range(len(text)))
 
 
 def _below(path: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
@@ -81,8 +88,25 @@ def _prose(text: str) -> str:
     return "\n\n".join(parts)
 
 
+def documents() -> str:
+    """The table of the keys of each document of ``--json``, and of the larger objects in them."""
+    # Parts of commands that are loaded where they are needed.
+    for module in pkgutil.iter_modules(shared.__path__, f"{shared.__name__}."):
+        importlib.import_module(module.name)
+    order = {path: number for number, (path, _) in enumerate(_commands())}
+
+    def place(keys: Keys) -> tuple[int, str]:
+        named = re.findall(r"\w+", keys.title)
+        return min(
+            (-len(path.split()), number) for path, number in order.items() if _is_in(path.split(), named)
+        )[1], keys.title
+
+    rows = [f"| {keys.title} | {keys.markdown()} |" for keys in sorted(Keys.titled, key=place)]
+    return "\n".join(["| object | keys |", "| --- | --- |", *rows])
+
+
 PARTS: Final[dict[str, dict[str, Callable[[], str]]]] = {
-    "cli.md": {"exit codes": exit_codes, "options": options},
+    "cli.md": {"documents": documents, "exit codes": exit_codes, "options": options},
     "security.md": {"rights on the page": rights_table},
 }
 """Generators of the parts of each page, by its name."""

@@ -5,15 +5,15 @@ With ``--tensors``: how the tensors of two training states differ.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from ciuic.cli.shared import sets, times
+from ciuic.cli.shared import sets
 from ciuic.cli.shared.contents import as_recorded
-from ciuic.cli.shared.messages import json_name, shown, shown_text, warn
+from ciuic.cli.shared.documents import Keys
+from ciuic.cli.shared.messages import shown, shown_text, warn
 from ciuic.cli.shared.options import ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.shared.output import Column, json_option, note, out, out_json, out_prose, show_table
 from ciuic.cli.shared.session import Session, current
@@ -22,7 +22,28 @@ if TYPE_CHECKING:
     from ciuic.compare.diff import PathChange
     from ciuic.repository.snapshot_sets import SnapshotSet
     from ciuic.training.state_diff import StateDiff, TensorChange
-    from ciuic.types import Entry
+
+_ENTRY = Keys("mode, uid, gid, size_bytes, mtime, mtime_ns")
+_CHANGE = Keys(
+    "kind (`added`, `removed`, `changed`, `retyped`), path, details, old (null where there was none), new (null where there is none)",
+    "each of the `changes` of `diff`",
+    old=_ENTRY,
+    new=_ENTRY,
+)
+_MEMBER = Keys(
+    "member, old, new (ids, or null), changes (as of `diff`; null where a set lacks the member)",
+    "each of the `members` of `diff` of two sets",
+)
+_TENSOR = Keys(
+    "name, kind (`changed`, `retyped`, `reshaped`, `added`, `removed`), old_dtype, new_dtype, old_shape, new_shape (null where there"
+    " is none), elements?, changed_elements?, change_norm?, old_norm?, relative_change?, largest_change?, cosine?, old_nan?, new_nan?,"
+    " old_inf?, new_inf?, new_norm? (figures only of `changed` and `retyped`; null: not known, or not finite)"
+)
+_TENSORS = Keys(
+    "old, new (ids), identical (number of tensors), read_bytes, size_bytes (of both states), tensors",
+    "`diff --tensors`",
+    tensors=_TENSOR,
+)
 
 _SIGNS = {"added": "+", "removed": "-", "changed": "M", "retyped": "T"}
 _COLOURS = {"added": "green", "removed": "red", "changed": "yellow", "retyped": "magenta"}
@@ -84,7 +105,7 @@ def command(
         return
     changes = _changes(session, snapshot_id, other, path)
     if as_json:
-        out_json({"changes": [_document(change) for change in changes]})
+        out_json({"changes": _CHANGE.all(changes)})
         return
     if not _print_changes(session, changes) and not session.stdout_gone:
         note("no difference")
@@ -117,14 +138,14 @@ def _show_sets(
         before, after = old.found.get(member), new.found.get(member)
         if as_json:
             documents.append(
-                {
-                    "member": member,
-                    "old": None if before is None else str(before.id),
-                    "new": None if after is None else str(after.id),
-                    "changes": [_document(one) for one in _changes(session, before.id, after.id, path)]
+                _MEMBER.of(
+                    member=member,
+                    old=before,
+                    new=after,
+                    changes=_CHANGE.all(_changes(session, before.id, after.id, path))
                     if before is not None and after is not None
                     else None,
-                }
+                )
             )
             continue
         ids = [None if one is None else str(one.id) for one in (before, after)]
@@ -171,16 +192,7 @@ def _print_tensors(diff: StateDiff, *, as_json: bool, machine_readable: bool) ->
     from ciuic.training.state_diff import HEADERS, row
 
     if as_json:
-        out_json(
-            {
-                "old": diff.old,
-                "new": diff.new,
-                "identical": diff.identical,
-                "read_bytes": diff.read_bytes,
-                "size_bytes": diff.size_bytes,
-                "tensors": [_tensor_document(change) for change in diff],
-            }
-        )
+        out_json(_TENSORS.of(diff, tensors=[_TENSOR.of(change, change.figures) for change in diff]))
         return
     if machine_readable:
         # The name last: it may contain the separator.
@@ -218,40 +230,3 @@ def _fields(change: TensorChange) -> list[str]:
         str(figures.new_inf),
         name,
     ]
-
-
-def _tensor_document(change: TensorChange) -> dict[str, Any]:
-    figures = {} if change.figures is None else change.figures._asdict()
-    return {
-        "name": change.name,
-        "kind": change.kind,
-        "old_dtype": change.old_dtype,
-        "new_dtype": change.new_dtype,
-        "old_shape": change.old_shape,
-        "new_shape": change.new_shape,
-        # JSON has no number for infinity.
-        **{key: value if value is None or math.isfinite(value) else None for key, value in figures.items()},
-    }
-
-
-def _document(change: PathChange) -> dict[str, Any]:
-    return {
-        "kind": change.kind,
-        **json_name("path", change.path),
-        "details": list(change.details),
-        "old": _entry(change.old),
-        "new": _entry(change.new),
-    }
-
-
-def _entry(entry: Entry | None) -> dict[str, Any] | None:
-    if entry is None:
-        return None
-    return {
-        "mode": f"{entry.mode & 0o7777:04o}",
-        "uid": entry.uid,
-        "gid": entry.gid,
-        "size_bytes": entry.size_bytes,
-        "mtime": times.rfc3339(entry.mtime_ns),
-        "mtime_ns": entry.mtime_ns,
-    }

@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import click
 
 from ciuic.cli.shared import sets
 from ciuic.cli.shared.contents import as_recorded
+from ciuic.cli.shared.documents import Keys
 from ciuic.cli.shared.messages import json_name, plural, shown, shown_text, warn
 from ciuic.cli.shared.options import HOST_PATH, ID, SNAPSHOT_PATH, FrameCommand, Tag
 from ciuic.cli.shared.output import json_option, out, out_json
 from ciuic.cli.shared.session import current
 from ciuic.errors import UsageError
 
+_EXPORT = Keys(
+    "snapshot, path, format, size_bytes, left_out (names of what the format does not hold)", "`export`"
+)
+_ARTEFACT = Keys(
+    "snapshot, path, format, files, size_bytes, written_bytes (of what has changed), removed, may_be_later (files that were not held at"
+    " the cut), left_out (each `path`, `reason`), commit?, branch?, is_new?, lfs_files? (these of git-lfs), file? (of dvc)",
+    "`export --as`",
+)
+_IMPORT = Keys("snapshot, path, objects, values, left_out", "`import`")
 # `exporting.FORMATS`; written down, because importing it takes as long as the rest of the command line.
 _FORMATS = ("torch", "safetensors", "hf", "dcp", "npz")
 _ARTEFACTS = ("git-lfs", "hf", "dvc")
@@ -118,15 +127,7 @@ def export_command(
         also=() if remote is None else [one.reopen for one in session.remote.repositories],
     )
     if as_json:
-        out_json(
-            {
-                "snapshot": done.id,
-                **json_name("path", path),
-                "format": done.format,
-                "size_bytes": done.size_bytes,
-                "left_out": list(done.left_out),
-            }
-        )
+        out_json(_EXPORT.of(done, snapshot=done.id, path=path))
         return
     from ciuic.units import human_size
 
@@ -147,25 +148,21 @@ def _export_artefact(
     path = as_recorded(snapshot, source)
     found = files_of(repository, snapshot, path)
     where = Path(os.fsdecode(destination))
-    own: dict[str, Any] = {}
+    own: object = None
+    of_dvc: dict[str, bytes] = {}
     news = complaint = ""
     if form == "git-lfs":
         from ciuic.artefacts.git_lfs import export_git_lfs
 
         done = export_git_lfs(snapshot, repository.id, path, found, where, overwrite=overwrite)
         updated, left_out, complaint = done.updated, done.left_out, done.complaint
-        own = {
-            "commit": done.commit,
-            "branch": done.branch,
-            "is_new": done.is_new,
-            "lfs_files": done.lfs_files,
-        }
+        own = done
         news = f", commit {done.commit[:12]}{'' if done.is_new else ' as before'}"
     elif form == "dvc":
         from ciuic.artefacts.dvc import export_dvc
 
         updated, left_out, file = export_dvc(snapshot, repository.id, path, found, where, overwrite=overwrite)
-        own = json_name("file", file)
+        of_dvc["file"] = file
         news = f", {shown(file)}"
     else:
         from ciuic.artefacts.hugging_face import export_hugging_face
@@ -173,15 +170,16 @@ def _export_artefact(
         updated, left_out = export_hugging_face(repository, snapshot, path, found, where, overwrite=overwrite)
     if as_json:
         out_json(
-            {
-                "snapshot": str(snapshot.id),
-                **json_name("path", destination),
-                "format": form,
-                **updated._asdict(),
-                "may_be_later": found.may_be_later,
-                "left_out": [{**json_name("path", one.name), "reason": one.reason} for one in left_out],
-                **own,
-            }
+            _ARTEFACT.of(
+                updated,
+                found,
+                own,
+                snapshot=snapshot,
+                path=destination,
+                format=form,
+                left_out=[{**json_name("path", one.name), "reason": one.reason} for one in left_out],
+                **of_dvc,
+            )
         )
     else:
         size, new = human_size(updated.size_bytes), human_size(updated.written_bytes)
@@ -235,15 +233,7 @@ def import_command(path: bytes, name: str, tags: tuple[str, ...], as_json: bool)
     except (ValueError, TypeError) as error:
         raise UsageError(f"{shown(path)} cannot be imported: {error}") from error
     if as_json:
-        out_json(
-            {
-                "snapshot": done.id,
-                **json_name("path", path),
-                "objects": list(done.objects),
-                "values": list(done.values),
-                "left_out": list(done.left_out),
-            }
-        )
+        out_json(_IMPORT.of(done, snapshot=done.id, path=path))
         return
     out(f"{done.id}: {shown_text(', '.join((*done.objects, *done.values)))}")
     if done.left_out:

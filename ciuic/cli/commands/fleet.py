@@ -16,8 +16,9 @@ import click
 from ciuic.cli.commands import list as list_command
 from ciuic.cli.commands import verify as verify_command
 from ciuic.cli.commands.remote import targets
-from ciuic.cli.shared import drills, times
-from ciuic.cli.shared.messages import json_name, plural, shown, shown_text
+from ciuic.cli.shared import drills
+from ciuic.cli.shared.documents import Keys
+from ciuic.cli.shared.messages import plural, shown, shown_text
 from ciuic.cli.shared.options import (
     HOST_PATH,
     FrameCommand,
@@ -40,6 +41,30 @@ if TYPE_CHECKING:
     from ciuic.repository import SnapshotInfo
     from ciuic.types import SnapshotId
 
+_STATE = Keys("snapshot, time, epoch, step")
+_BEHIND = Keys("snapshots, size_bytes, seconds")
+_HOST = Keys(
+    "host|null, reporter, told, told_seconds, problems, ciuic (or null), repository|null, interval_seconds|null, max_lag_seconds|null, behind"
+    " (or null), newest|null, newest_stored|null, error (or null), roots|null, trainings|null, last_drill|null",
+    "each of the `hosts` of `fleet status`, those with problems first",
+    problems=Keys("kind (`forged`, `silent`, `error`, `drill`, `behind`), text"),
+    behind=_BEHIND,
+    newest=_STATE,
+    roots=Keys("path, snapshot, time, verdict|null, reason"),
+    trainings=Keys("training, stored, local (as of `newest`)"),
+    last_drill=Keys("time, verdict, reason"),
+)
+_SILENT = Keys("host, snapshots, newest_stored")
+_STATUS = Keys(
+    "remote, url, time, hosts, without_status, missing (hosts of `--expect`), left_out",
+    "`fleet status`",
+    hosts=_HOST,
+    without_status=_SILENT,
+)
+_VERIFIED = Keys(
+    "host, root, snapshot, time, verdict? (`good`, `damaged`, `failed`, and as of `verify`), error?, hint? (of one that failed)",
+    "each of the `verified` of `fleet verify`",
+)
 # A host may say so much of itself; a line of a table has room for less.
 _SHOWN = 120
 
@@ -115,18 +140,17 @@ def status(
         return 0
     if as_json:
         out_json(
-            {
-                "remote": config.name,
-                "url": config.url,
-                "time": times.rfc3339(session.now_ns),
-                "hosts": [_document(session, host) for host in found],
-                "without_status": [
-                    {"host": name, "snapshots": one.snapshots, "newest_stored": times.rfc3339(one.newest_ns)}
-                    for name, one in others.items()
+            _STATUS.of(
+                remote=config.name,
+                url=config.url,
+                time_ns=session.now_ns,
+                hosts=[_document(session, host) for host in found],
+                without_status=[
+                    _SILENT.of(one, host=name, newest_stored_ns=one.newest_ns) for name, one in others.items()
                 ],
-                "missing": missing,
-                "left_out": left_out,
-            }
+                missing=missing,
+                left_out=left_out,
+            )
         )
     else:
         _print(session, found, others, missing, left_out)
@@ -207,14 +231,28 @@ def _opened(session: Session, config: RemoteConfig, objects: Objects) -> Remote:
 
 def _document(session: Session, host: _Host) -> dict[str, Any]:
     read, status = host.read, host.read.status
-    facts: dict[str, Any] = {
-        "host": None if status is None else status.host,
-        "reporter": read.reporter,
-        "told": times.rfc3339(read.told_ns),
-        "told_seconds": max(0.0, (session.now_ns - read.told_ns) / 1e9),
-        "problems": [{"kind": one.kind, "text": one.text} for one in host.problems],
-    }
-    return facts | (_NO_FACTS if status is None else _facts(session, status))
+    facts: dict[str, object] = {"ciuic": None, "behind": None, "error": None}
+    if status is not None:
+        only_here_ns = status.behind.only_here_ns
+        seconds = max(0.0, (session.now_ns - only_here_ns) / 1e9) if only_here_ns else 0.0
+        trainings = [
+            {"training": one.name, "stored": _state(one.stored), "local": _state(one.local)}
+            for one in status.trainings
+        ]
+        facts = {
+            "ciuic": status.ciuic,
+            "behind": _BEHIND.of(status.behind, seconds=seconds),
+            "error": status.error,
+            "trainings": trainings,
+            "last_drill": status.drill,
+        }
+    return _HOST.of(
+        read,
+        status,
+        told_seconds=max(0.0, (session.now_ns - read.told_ns) / 1e9),
+        problems=host.problems,
+        **facts,
+    )
 
 
 _GAUGES = {
@@ -261,67 +299,8 @@ def metrics(now_ns: int, remote: str, hosts: Iterable[_Host], missing: Iterable[
     return generate_latest(registry).decode()
 
 
-_FACTS = (
-    "ciuic",
-    "repository",
-    "interval_seconds",
-    "max_lag_seconds",
-    "behind",
-    "newest",
-    "newest_stored",
-    "error",
-    "roots",
-    "trainings",
-    "last_drill",
-)
-_NO_FACTS: dict[str, Any] = dict.fromkeys(_FACTS)
-
-
-def _facts(session: Session, status: HostStatus) -> dict[str, Any]:
-    only_here_ns = status.behind.only_here_ns
-    drill = status.drill
-    return {
-        "ciuic": status.ciuic,
-        "repository": status.repository,
-        "interval_seconds": status.interval_seconds,
-        "max_lag_seconds": status.max_lag_seconds,
-        "behind": {
-            "snapshots": status.behind.snapshots,
-            "size_bytes": status.behind.size_bytes,
-            "seconds": max(0.0, (session.now_ns - only_here_ns) / 1e9) if only_here_ns else 0.0,
-        },
-        "newest": _state(status.newest),
-        "newest_stored": times.rfc3339(status.newest_stored_ns) if status.newest_stored_ns else None,
-        "error": status.error,
-        "roots": [
-            {
-                "path": root.path,
-                "snapshot": root.snapshot,
-                "time": times.rfc3339(root.time_ns),
-                "verdict": root.verdict or None,
-                "reason": root.reason,
-            }
-            for root in status.roots
-        ],
-        "trainings": [
-            {"training": one.name, "stored": _state(one.stored), "local": _state(one.local)}
-            for one in status.trainings
-        ],
-        "last_drill": None
-        if drill is None
-        else {"time": times.rfc3339(drill.time_ns), "verdict": drill.verdict, "reason": drill.reason},
-    }
-
-
 def _state(state: StatusState | None) -> dict[str, Any] | None:
-    if state is None:
-        return None
-    return {
-        "snapshot": state.snapshot,
-        "time": times.rfc3339(state.time_ns),
-        "epoch": state.epoch,
-        "step": state.step,
-    }
+    return None if state is None else _STATE.of(state)
 
 
 def _age(session: Session, time_ns: int) -> str:
@@ -503,10 +482,7 @@ def verify(place: str, hosts: tuple[str, ...], checksum: bool, as_json: bool) ->
                 "checksum": checksum,
                 "verified": [
                     {
-                        "host": one.host,
-                        **json_name("root", one.root),
-                        "snapshot": str(one.info.id),
-                        "time": times.rfc3339(one.info.time_ns),
+                        **_VERIFIED.of(one, one.info, snapshot=one.info.id),
                         **_result_document(results[one.info.id]),
                     }
                     for one in newest

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ciuic.cli.shared import times
+from ciuic.cli.shared.documents import Keys
 from ciuic.cli.shared.messages import json_name, plural, shown, shown_text
 from ciuic.cli.shared.options import HOST_PATH, ID, SNAPSHOT_PATH, FrameCommand, Text
 from ciuic.cli.shared.output import (
@@ -34,10 +35,31 @@ from ciuic.errors import Damaged, NotFound, UsageError
 from ciuic.excludes import check_pattern, effective_patterns
 
 if TYPE_CHECKING:
-    from ciuic.cli.shared.output import Cell
     from ciuic.history import DirectoryChanges, FoundPath, PathVersion, RootChanges, StoredCheckpoint, Total
     from ciuic.types import Snapshot
 
+
+_VERSION = Keys(
+    "kind (difference from the version before: `added`, `changed`, `retyped`, `gone`), first, first_time, first_safety (of the oldest"
+    " snapshot that has it), last, last_safety, last_time (of the newest), snapshots (their number), details, host, size_bytes,"
+    " mtime_ns, mode (null for `gone`)",
+    "each of the `versions` of `history`",
+)
+_FOUND = Keys(
+    "path, is_directory, size_bytes, mtime_ns, snapshot, time (of the newest snapshot that has it), deleted, safety, host",
+    "each of the `found` of `find`",
+)
+_TOTALS = Keys("path, added, overwritten, deleted (each `files`, `size_bytes`)")
+_CHANGES = Keys(
+    "root, host, old, old_time, new, new_time, directories",
+    "each of the `roots` of `changed`",
+    directories=_TOTALS,
+)
+_CHECKPOINT = Keys(
+    "path, verdict (`GOOD`, `TORN`, `UNKNOWN`), reason, format, not_finite (null: not all numbers were looked at), size_bytes, mtime,"
+    " mtime_ns, snapshot, snapshot_time, host, files (each `path`)",
+    "each of the `checkpoints` of `checkpoints`",
+)
 
 _COUNTED_BYTES = 1 << 30
 """Limit of the numbers that `checkpoints` reads where no verdict is stored: some seconds."""
@@ -119,22 +141,17 @@ def _name(snapshot: Snapshot) -> str:
 
 
 def _version_document(version: PathVersion) -> dict[str, Any]:
-    entry = version.entry
-    return {
-        "kind": version.kind,
-        "first": str(version.first.id),
-        "first_time": times.rfc3339(version.first.time_ns),
-        "first_safety": version.first.is_safety,
-        "last": str(version.last.id),
-        "last_safety": version.last.is_safety,
-        "last_time": times.rfc3339(version.last.time_ns),
-        "snapshots": version.snapshots,
-        "details": list(version.details),
-        "host": version.host,
-        "size_bytes": None if entry is None else entry.total_bytes if entry.is_dir else entry.size_bytes,
-        "mtime_ns": None if entry is None else entry.mtime_ns,
-        "mode": None if entry is None else f"{entry.mode & 0o7777:04o}",
-    }
+    entry, first, last = version.entry, version.first, version.last
+    return _VERSION.of(
+        version,
+        first_time_ns=first.time_ns,
+        first_safety=first.is_safety,
+        last_safety=last.is_safety,
+        last_time_ns=last.time_ns,
+        size_bytes=None if entry is None else entry.total_bytes if entry.is_dir else entry.size_bytes,
+        mtime_ns=None if entry is None else entry.mtime_ns,
+        mode=None if entry is None else entry.mode,
+    )
 
 
 def _show_deleted(places: Places, limit: int | None, as_json: bool, passed_over: PassedOver) -> None:
@@ -239,17 +256,15 @@ def _size(one: FoundPath) -> int:
 
 
 def _found_document(one: FoundPath) -> dict[str, Any]:
-    return {
-        **json_name("path", one.path),
-        "is_directory": one.entry.is_dir,
-        "size_bytes": _size(one),
-        "mtime_ns": one.entry.mtime_ns,
-        "snapshot": str(one.snapshot.id),
-        "time": times.rfc3339(one.snapshot.time_ns),
-        "deleted": one.is_deleted,
-        "safety": one.snapshot.is_safety,
-        "host": one.host,
-    }
+    return _FOUND.of(
+        one,
+        one.entry,
+        is_directory=one.entry.is_dir,
+        size_bytes=_size(one),
+        time_ns=one.snapshot.time_ns,
+        deleted=one.is_deleted,
+        safety=one.snapshot.is_safety,
+    )
 
 
 @click.command("changed", cls=FrameCommand)
@@ -294,7 +309,14 @@ def changed_command(since: str, tree: bool, root: bytes | None, limit: int | Non
         else:
             found.append(changes._replace(directories=_limited(changes.directories, limit)))
     if as_json:
-        out_json({"roots": [_changes_document(changes) for changes in found]})
+        out_json(
+            {
+                "roots": [
+                    _CHANGES.of(changes, old_time_ns=changes.old.time_ns, new_time_ns=changes.new.time_ns)
+                    for changes in found
+                ]
+            }
+        )
     else:
         for changes in found:
             _show_changes(changes, tree=tree)
@@ -335,26 +357,6 @@ def _total(total: Total) -> str:
     from ciuic.units import human_size
 
     return f"{human_size(total.size_bytes)} in {plural(total.files, 'file')}" if total.files else ""
-
-
-def _changes_document(changes: RootChanges) -> dict[str, Any]:
-    return {
-        **json_name("root", changes.root),
-        "host": changes.host,
-        "old": str(changes.old.id),
-        "old_time": times.rfc3339(changes.old.time_ns),
-        "new": str(changes.new.id),
-        "new_time": times.rfc3339(changes.new.time_ns),
-        "directories": [
-            {
-                **json_name("path", one.path),
-                "added": one.added._asdict(),
-                "overwritten": one.overwritten._asdict(),
-                "deleted": one.deleted._asdict(),
-            }
-            for one in changes.directories
-        ],
-    }
 
 
 @click.command("checkpoints", cls=FrameCommand)
@@ -453,17 +455,6 @@ def _show_checkpoints(found: list[StoredCheckpoint], now_ns: int) -> None:
 
 def _checkpoint_document(one: StoredCheckpoint) -> dict[str, Any]:
     verdict = one.checkpoint.verdict
-    return {
-        **json_name("path", one.checkpoint.path),
-        "verdict": verdict.state,
-        "reason": verdict.reason,
-        "format": verdict.format,
-        "not_finite": verdict.not_finite,
-        "size_bytes": one.checkpoint.size_bytes,
-        "mtime": times.rfc3339(one.mtime_ns),
-        "mtime_ns": one.mtime_ns,
-        "snapshot": str(one.snapshot.id),
-        "snapshot_time": times.rfc3339(one.snapshot.time_ns),
-        "host": one.host,
-        "files": [json_name("path", name) for name in one.checkpoint.files],
-    }
+    return _CHECKPOINT.of(
+        one, one.checkpoint, verdict, verdict=verdict.state, snapshot_time_ns=one.snapshot.time_ns
+    )

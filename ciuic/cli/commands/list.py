@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
-from ciuic.cli.shared import pairs, sets, times
-from ciuic.cli.shared.messages import json_name, plural, shown_text, warn
+from ciuic.cli.shared import pairs, times
+from ciuic.cli.shared.documents import Keys
+from ciuic.cli.shared.messages import plural, shown_text, warn
 from ciuic.cli.shared.options import HOST_PATH, FrameCommand, use_configured_remote
 from ciuic.cli.shared.output import (
     VERDICT_COLOURS,
@@ -34,16 +35,36 @@ from ciuic.cli.shared.output import (
 )
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import Damaged, UsageError
-from ciuic.repository.snapshot_sets import shown_members
 from ciuic.types import TAG_INCOMPLETE, TAG_NOT_HELD, TAG_PARTIAL, TAG_RETAKEN, TAG_SAFETY, is_safety
 
 if TYPE_CHECKING:
-    from ciuic.cli.shared.output import Column
+    from ciuic.remote.object_names import ManifestName
     from ciuic.repository import SnapshotInfo
     from ciuic.repository.promised import Promise
     from ciuic.verdicts.records import VerdictSummary
 
 
+_KEYS: Final = (
+    "id, time, time_ns, size_bytes, new_bytes, files, tags, message, state (`committed`; with `--all-claims` also `given_up`),"
+    " is_incomplete, incomplete, partial, retaken, not_held, safety, held, hold_reason, parent|null, set (`id`, `name`, or null), host,"
+    " roots (each `path`)"
+)
+_CHECKPOINT: Final = Keys("path, verdict, reason, not_finite (numbers, or null: not all were looked at)")
+_SNAPSHOT: Final = Keys(_KEYS)
+_LISTED: Final = Keys(
+    f"{_KEYS}, job, epoch, step (of training states on a remote; else null), pair (or null), checkpoint (the newest one, or null),"
+    " damaged ([known](restore.md#known-damage) to be)",
+    "each of the `snapshots` of `list`",
+    pair=pairs.PAIR,
+    checkpoint=_CHECKPOINT,
+)
+_LOST: Final = Keys(
+    "id, time, time_ns, state (`lost`), reason, lost (time of the failure), roots, tags, message",
+    "each of the `lost` of `list`",
+)
+_SET_TIME: Final = Keys(
+    "time, time_ns", "each of the `sets` of `list --sets`, beside the keys of `show set:NAME`"
+)
 _JOB_OF_FILES: Final = "files"
 """Label of snapshots of files (docs/remote-format.md, section 2)."""
 
@@ -92,34 +113,6 @@ def _choose_by_labels(session: Session, wanted: WantedLabels) -> None:
             hint="with --repo URL or --all-hosts; in a repository of this host --root /NAME chooses a training",
         )
     session.narrow_remote(lambda remote: remote.labelled(*wanted))
-
-
-def _label_document(session: Session, info: SnapshotInfo) -> dict[str, Any]:
-    """Return the labels of a snapshot in JSON; None where a snapshot has no such label."""
-    name = None if session.remote_url is None else session.remote.snapshots.label(info.id)
-    if name is None or name.job == _JOB_OF_FILES:
-        return {"job": None, "epoch": None, "step": None}
-    return {"job": name.job, "epoch": name.epoch, "step": name.step}
-
-
-def _label_columns(
-    session: Session, infos: Sequence[SnapshotInfo]
-) -> tuple[list[Column], dict[str, list[str]]]:
-    """Return the columns of labels, and the cells of each snapshot by its id; none where no snapshot is a state's."""
-    if session.remote_url is None:
-        return [], {}
-    labels = {info.id: session.remote.snapshots.label(info.id) for info in infos}
-    headers = [Column("HOST", shrink=True)]
-    hosts = {info.id: [shown_text(info.host)] for info in infos}
-    if all(name is None or name.job == _JOB_OF_FILES for name in labels.values()):
-        return headers, {str(id_): cells for id_, cells in hosts.items()}
-    cells = {
-        str(id_): ["", "", *hosts[id_]]
-        if name is None or name.job == _JOB_OF_FILES
-        else [name.job, f"{name.epoch}-{name.step}", *hosts[id_]]
-        for id_, name in labels.items()
-    }
-    return [Column("JOB", shrink=True), Column("EPOCH-STEP", right=True), *headers], cells
 
 
 class _Filter(NamedTuple):
@@ -222,24 +215,11 @@ def command(
     if machine_readable:
         _lines(session, infos, with_pairs=with_pairs, marked=show_all)
     elif as_json:
-        verdicts = _verdicts(session, infos)
-        found = pairs.halves(session, infos)
-        damaged, given_up = _damaged(session), _given_up(session)
         out_json(
             {
                 "repository": session.place,
-                "snapshots": [
-                    {
-                        **as_document(info),
-                        **({"state": "given_up"} if info.id in given_up else {}),
-                        **_label_document(session, info),
-                        "pair": _pair(found.get(info.id)),
-                        "checkpoint": _verdict_document(verdicts.get(info.id)),
-                        "damaged": info.id in damaged,
-                    }
-                    for info in infos
-                ],
-                "lost": [_lost_document(promise) for promise in _lost(session, asked)],
+                "snapshots": [line.document() for line in _described(session, infos)],
+                "lost": [_LOST.of(promise, state="lost") for promise in _lost(session, asked)],
             }
         )
     else:
@@ -252,6 +232,8 @@ def command(
 
 def _sets(session: Session, asked: _Filter, *, as_json: bool) -> None:
     """Print the sets of which a snapshot is selected."""
+    from ciuic.cli.shared import sets
+    from ciuic.repository.snapshot_sets import shown_members
     from ciuic.units import human_duration, human_size
 
     found = [
@@ -269,14 +251,7 @@ def _sets(session: Session, asked: _Filter, *, as_json: bool) -> None:
         out_json(
             {
                 "repository": session.place,
-                "sets": [
-                    {
-                        **sets.document(one),
-                        "time": times.rfc3339(one.newest.time_ns),
-                        "time_ns": one.newest.time_ns,
-                    }
-                    for one in found
-                ],
+                "sets": [{**sets.document(one), **_SET_TIME.of(time_ns=one.newest.time_ns)} for one in found],
             }
         )
     elif found:
@@ -368,31 +343,13 @@ def _lost(session: Session, asked: _Filter) -> list[Promise]:
     return chosen if asked.limit is None else chosen[: asked.limit]
 
 
-def _lost_document(promise: Promise) -> dict[str, Any]:
-    return {
-        "id": promise.id,
-        "time": times.rfc3339(promise.time_ns),
-        "time_ns": promise.time_ns,
-        "state": "lost",
-        "reason": promise.reason,
-        "lost": times.rfc3339(promise.lost_ns),
-        "roots": list(promise.roots),
-        "tags": list(promise.tags),
-        "message": promise.message,
-    }
-
-
 def as_document(info: SnapshotInfo) -> dict[str, Any]:
     """A snapshot in JSON, here and in other commands' documents."""
+    return _SNAPSHOT.of(info, **_facts(info))
+
+
+def _facts(info: SnapshotInfo) -> dict[str, object]:
     return {
-        "id": str(info.id),
-        "time": times.rfc3339(info.time_ns),
-        "time_ns": info.time_ns,
-        "size_bytes": info.size_bytes,
-        "new_bytes": info.new_bytes,
-        "files": info.files,
-        "tags": list(info.tags),
-        "message": info.message,
         "state": "committed",
         "is_incomplete": TAG_INCOMPLETE in info.tags,
         # Older name; in the documents of `snapshot` it is a list of what could not be read. Kept for scripts.
@@ -401,17 +358,114 @@ def as_document(info: SnapshotInfo) -> dict[str, Any]:
         "retaken": TAG_RETAKEN in info.tags,
         "not_held": TAG_NOT_HELD in info.tags,
         "safety": is_safety(info.tags, info.message),
-        "held": info.held,
-        "hold_reason": info.hold_reason,
-        "parent": info.parent or None,
         "set": {"id": info.set_id, "name": info.set_name} if info.set_id else None,
-        "host": info.host,
-        "roots": [json_name("path", path) for path in info.roots],
     }
 
 
-def _pair(half: pairs.Half | None) -> dict[str, Any] | None:
-    return None if half is None else pairs.document(half.pair, half)
+class _Line(NamedTuple):
+    """A snapshot, or a promise that was not kept, with what is known of it beside the catalogue."""
+
+    record: SnapshotInfo | Promise
+    info: SnapshotInfo | None = None
+    """The snapshot; None for a promise."""
+    verdict: VerdictSummary | None = None
+    half: pairs.Half | None = None
+    label: ManifestName | None = None
+    """Labels of a state of a training on a remote."""
+    is_damaged: bool = False
+    is_given_up: bool = False
+
+    @property
+    def order_ns(self) -> int:
+        """Place in the order of snapshots."""
+        return self.record.time_ns if self.info is None else self.info.order_ns
+
+    def document(self) -> dict[str, Any]:
+        """Return the snapshot in JSON."""
+        assert self.info is not None
+        label = {"job": None, "epoch": None, "step": None} if self.label is None else {}
+        facts = {**_facts(self.info), **({"state": "given_up"} if self.is_given_up else {}), **label}
+        return _LISTED.of(
+            self.info,
+            self.label,
+            pair=None if self.half is None else pairs.document(self.half.pair, self.half),
+            checkpoint=_verdict_document(self.verdict),
+            damaged=self.is_damaged,
+            **facts,
+        )
+
+
+def _described(session: Session, infos: Sequence[SnapshotInfo]) -> list[_Line]:
+    verdicts = _verdicts(session, infos)
+    found = pairs.halves(session, infos)
+    damaged, given_up = _damaged(session), _given_up(session)
+    return [
+        _Line(
+            info,
+            info,
+            verdicts.get(info.id),
+            found.get(info.id),
+            _label(session, info),
+            info.id in damaged,
+            info.id in given_up,
+        )
+        for info in infos
+    ]
+
+
+def _label(session: Session, info: SnapshotInfo) -> ManifestName | None:
+    name = None if session.remote_url is None else session.remote.snapshots.label(info.id)
+    return None if name is None or name.job == _JOB_OF_FILES else name
+
+
+class _ListColumn(NamedTuple):
+    """A column of the table."""
+
+    look: Column
+    cell: Callable[[_Line], Cell | str]
+    is_rare: bool = False
+    """True if it is shown only where a line has something there."""
+
+
+def _columns(session: Session) -> list[_ListColumn]:
+    """Return the columns; what is in JSON under the same name is a key of `_LISTED`."""
+    from ciuic.units import human_duration, human_size
+
+    def of_info(text: Callable[[SnapshotInfo], Cell | str]) -> Callable[[_Line], Cell | str]:
+        return lambda line: "" if line.info is None else text(line.info)
+
+    def of_label(text: Callable[[ManifestName], str]) -> Callable[[_Line], Cell | str]:
+        return lambda line: "" if line.label is None else text(line.label)
+
+    def age(line: _Line) -> str:
+        return human_duration((session.now_ns - line.record.time_ns) / times.NS)
+
+    def host(info: SnapshotInfo) -> str:
+        return "" if session.remote_url is None else shown_text(info.host)
+
+    return [
+        _ListColumn(Column("ID"), lambda line: Cell(str(line.record.id), "bold")),
+        _ListColumn(Column("TIME"), lambda line: times.clock(line.record.time_ns)),
+        _ListColumn(Column("AGE", right=True), age),
+        _ListColumn(Column("SIZE", right=True), of_info(lambda info: human_size(info.size_bytes))),
+        _ListColumn(Column("NEW", right=True), of_info(lambda info: human_size(info.new_bytes))),
+        _ListColumn(Column("FILES", right=True), of_info(lambda info: str(info.files))),
+        _ListColumn(Column("TAGS", shrink=True), lambda line: shown_text(", ".join(line.record.tags))),
+        _ListColumn(Column("STATE"), _state_cell),
+        _ListColumn(Column("CHECKPOINT"), lambda line: _verdict_cell(line.verdict), is_rare=True),
+        _ListColumn(Column("PAIR"), lambda line: pairs.cell(line.half), is_rare=True),
+        _ListColumn(
+            Column("SET", shrink=True), of_info(lambda info: shown_text(info.set_name)), is_rare=True
+        ),
+        # In a remote there may be snapshots of many hosts and jobs.
+        _ListColumn(Column("JOB", shrink=True), of_label(lambda label: label.job), is_rare=True),
+        _ListColumn(
+            Column("EPOCH-STEP", right=True),
+            of_label(lambda label: f"{label.epoch}-{label.step}"),
+            is_rare=True,
+        ),
+        _ListColumn(Column("HOST", shrink=True), of_info(host), is_rare=True),
+    ]
 
 
 def _verdicts(session: Session, infos: Sequence[SnapshotInfo]) -> dict[str, VerdictSummary]:
@@ -447,77 +501,25 @@ def _verdict_document(found: VerdictSummary | None) -> dict[str, Any] | None:
     if found is None or found.newest is None:
         return None
     checkpoint = found.newest.checkpoint
-    return {
-        **json_name("path", checkpoint.path),
-        "verdict": checkpoint.verdict.state if found.is_complete else "UNKNOWN",
-        "reason": checkpoint.verdict.reason if found.is_complete else "a part of the snapshot cannot be read",
-        "not_finite": checkpoint.verdict.not_finite,
-    }
+    unknown = {"verdict": "UNKNOWN", "reason": "a part of the snapshot cannot be read"}
+    return _CHECKPOINT.of(
+        checkpoint,
+        checkpoint.verdict,
+        **({"verdict": checkpoint.verdict.state} if found.is_complete else unknown),
+    )
 
 
-def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> None:
-    from ciuic.units import human_duration, human_size
-
-    columns = [
-        Column("ID"),
-        Column("TIME"),
-        Column("AGE", right=True),
-        Column("SIZE", right=True),
-        Column("NEW", right=True),
-        Column("FILES", right=True),
-        Column("TAGS", shrink=True),
-        Column("STATE"),
-    ]
-    verdicts = {id_: _verdict_cell(one) for id_, one in _verdicts(session, infos).items()}
-    judged = any(verdicts.values())
-    if judged:
-        columns.append(Column("CHECKPOINT"))
-    damaged, given_up = _damaged(session), _given_up(session)
-    found = pairs.halves(session, infos)
-    if found:
-        columns.append(Column("PAIR"))
-    of_sets = any(info.set_id for info in infos)
-    if of_sets:
-        columns.append(Column("SET", shrink=True))
-    # In a remote there may be snapshots of many hosts and jobs.
-    more, cells = _label_columns(session, infos)
-    columns += more
-    dated = [
-        (
-            info.order_ns,
-            Cell(str(info.id), "bold"),
-            times.clock(info.time_ns),
-            human_duration((session.now_ns - info.time_ns) / times.NS),
-            human_size(info.size_bytes),
-            human_size(info.new_bytes),
-            str(info.files),
-            shown_text(", ".join(info.tags)),
-            _state_cell(info, is_damaged=info.id in damaged, is_given_up=info.id in given_up),
-            *([verdicts.get(info.id, "")] if judged else []),
-            *([pairs.cell(found.get(info.id))] if found else []),
-            *([shown_text(info.set_name)] if of_sets else []),
-            *cells.get(info.id, ()),
-        )
-        for info in infos
-    ]
-    dated += [
-        (
-            promise.time_ns,
-            Cell(promise.id, "bold"),
-            times.clock(promise.time_ns),
-            human_duration((session.now_ns - promise.time_ns) / times.NS),
-            *("", "", ""),
-            shown_text(", ".join(promise.tags)),
-            Cell("lost", "red"),
-            *([""] if judged else []),
-            *([""] if found else []),
-            *([""] if of_sets else []),
-        )
-        for promise in lost
-    ]
+def _table(session: Session, infos: Sequence[SnapshotInfo], lost: Sequence[Promise]) -> None:
+    lines = [*_described(session, infos), *(_Line(promise) for promise in lost)]
     # Committed and lost ones together, newest first as ever.
-    dated.sort(key=lambda row: row[0], reverse=True)
-    show_table(columns, [row[1:] for row in dated])
+    lines.sort(key=lambda line: line.order_ns, reverse=True)
+    cells = [(column, [column.cell(line) for line in lines]) for column in _columns(session)]
+    shown = [(column, texts) for column, texts in cells if not column.is_rare or any(texts)]
+    show_table([column.look for column, _ in shown], list(zip(*(texts for _, texts in shown), strict=True)))
+    _warn_of_lost(infos, lost)
+
+
+def _warn_of_lost(infos: Sequence[SnapshotInfo], lost: Sequence[Promise]) -> None:
     # What was lost is in a later snapshot of its roots, if there is one: then its row says enough.
     later = {os.fsdecode(root): info.time_ns for info in reversed(infos) for root in info.roots}
     costly = [one for one in lost if any(later.get(root, 0) < one.time_ns for root in one.roots or ("",))]
@@ -551,11 +553,14 @@ def _given_up(session: Session) -> set[str]:
     return {id_ for id_, entry in session.remote.snapshots.entries.items() if entry.is_given_up}
 
 
-def _state_cell(info: SnapshotInfo, *, is_damaged: bool, is_given_up: bool) -> Cell:
-    """``given up``, ``damaged``, ``committed``, ``held``, ``incomplete``, ``partial``, ``safety``: what a person must know before choosing it."""
-    if is_given_up:
+def _state_cell(line: _Line) -> Cell:
+    """``lost``, ``given up``, ``damaged``, ``committed``, ``held``, ``incomplete``, ``partial``, ``safety``: what a person must know before choosing it."""
+    info = line.info
+    if info is None:
+        return Cell("lost", "red")
+    if line.is_given_up:
         return Cell("given up, held" if info.held else "given up", "yellow")
-    if is_damaged:
+    if line.is_damaged:
         lacks = [tag for tag in (TAG_PARTIAL, TAG_INCOMPLETE, TAG_SAFETY) if tag in info.tags]
         return Cell(", ".join(["damaged", *lacks, *(["held"] if info.held else [])]), "red")
     if is_safety(info.tags, info.message):

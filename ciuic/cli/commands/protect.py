@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from msgspec.structs import replace
 
+from ciuic.cli.shared.documents import Keys
 from ciuic.cli.shared.messages import complain, plural, shown, shown_text, warn
 from ciuic.cli.shared.new_repository import make_repository, refuse_absent_disk
 from ciuic.cli.shared.options import DIRECTORY, FrameCommand
@@ -36,6 +37,13 @@ if TYPE_CHECKING:
     from ciuic.system.bypass import Bypasser, BypassingMount
 
 
+_MOUNT = Keys("place, shows, pid, command, elsewhere")
+_ROOT = Keys(
+    "path, added, mounted, bypassing (processes), work_tree (the git work tree around a new root, or null), bypassing_mounts",
+    bypassing=Keys("pid, command, uid"),
+    bypassing_mounts=_MOUNT,
+)
+_PROTECT = Keys("repository, repository_created, config, daemon, roots", "`protect`", roots=_ROOT)
 _SHOWN_PROCESSES = 10
 
 
@@ -108,8 +116,24 @@ def protect(
     # After the daemon has mounted: what the overlay is propagated to is seen then.
     other_mounts = {path: _other_mounts(path) for path in asked}
     if as_json:
+        roots = [
+            _ROOT.of(
+                path=path,
+                added=path in added,
+                mounted=mounted,
+                bypassing=bypassing[path],
+                work_tree=work_trees.get(path),
+                bypassing_mounts=[
+                    _MOUNT.of(mount, place=shown(mount.place), shows=shown(mount.shows))
+                    for mount in other_mounts[path]
+                ],
+            )
+            for path in asked
+        ]
         out_json(
-            _document(asked, added, repository, made, file, mounted, bypassing, other_mounts, work_trees)
+            _PROTECT.of(
+                repository=repository, repository_created=made, config=file, daemon=mounted, roots=roots
+            )
         )
     else:
         _say(asked, added, repository, made, mounted)
@@ -215,48 +239,6 @@ def _have_mounted(session: Session, file: Path, paths: Sequence[Path], driver: D
         elif served.driver_why and not served.passthrough:
             warn(f"{shown_text(str(path))}: {shown_text(served.driver_why)}")
     return True
-
-
-def _document(
-    asked: Sequence[Path],
-    added: Sequence[Path],
-    repository: Path,
-    made: bool,
-    file: Path,
-    mounted: bool,
-    bypassing: dict[Path, list[Bypasser]],
-    other_mounts: dict[Path, list[BypassingMount]],
-    work_trees: dict[Path, Path | None],
-) -> dict[str, Any]:
-    return {
-        "repository": str(repository),
-        "repository_created": made,
-        "config": str(file),
-        "daemon": mounted,
-        "roots": [
-            {
-                "path": str(path),
-                "added": path in added,
-                "mounted": mounted,
-                "bypassing": [
-                    {"pid": process.pid, "command": process.command, "uid": process.uid}
-                    for process in bypassing[path]
-                ],
-                "work_tree": str(top) if (top := work_trees.get(path)) is not None else None,
-                "bypassing_mounts": [
-                    {
-                        "place": shown(mount.place),
-                        "shows": shown(mount.shows),
-                        "pid": mount.pid,
-                        "command": mount.command,
-                        "elsewhere": mount.elsewhere,
-                    }
-                    for mount in other_mounts[path]
-                ],
-            }
-            for path in asked
-        ],
-    }
 
 
 def _say(asked: Sequence[Path], added: Sequence[Path], repository: Path, made: bool, mounted: bool) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ciuic.cli.shared import times
+from ciuic.cli.shared.documents import Keys
 from ciuic.cli.shared.messages import plural, shown_text, warn
 from ciuic.cli.shared.options import FrameCommand, remote_options, use_remote
 from ciuic.cli.shared.output import Cell, Column, json_option, note, out, out_json, out_prose, show_table
@@ -27,6 +28,20 @@ from ciuic.errors import Damaged, NotFound, Partial
 if TYPE_CHECKING:
     from ciuic.maintenance.prune import PruneResult
     from ciuic.remote.upkeep.collect import CollectedSpace
+
+_DECISION = Keys("id, time, keep, reasons")
+_PRUNE = Keys(
+    "dry_run, decisions, removed, removed_for_space, removed_unstored, freed_bytes, garbage_bytes, interrupted, notes",
+    "`prune`",
+    decisions=_DECISION,
+    removed_unstored=Keys("id, remotes"),
+)
+_SPACE = Keys(
+    "id, packs, manifests, freed_bytes, repacked_bytes, rescued, cold_packs, unreadable_packs, decayed_packs, checked_bytes, held,"
+    " unfinished_round",
+    held=Keys("repository, hosts, snapshots"),
+)
+_REMOTE = Keys("remote, dry_run, freed_bytes, spaces", "`prune --remote`", spaces=_SPACE)
 
 
 @click.command("prune", cls=FrameCommand)
@@ -67,7 +82,11 @@ def command(
             raise click.UsageError(f"{option} goes with --remote")
     report = _prune(session, dry_run)
     if as_json:
-        out_json(_document(report))
+        decisions = [
+            _DECISION.of(decision, keep=decision.id not in report.removed)
+            for decision in report.plan.decisions
+        ]
+        out_json(_PRUNE.of(report, decisions=decisions, interrupted=report.stopped))
     else:
         _print(report)
     if report.stopped:
@@ -139,31 +158,6 @@ def _prune(session: Session, dry_run: bool) -> PruneResult:
             signal.signal(number, handler)
     report.notes += remotes.flaws
     return report
-
-
-def _document(report: PruneResult) -> dict[str, Any]:
-    return {
-        "dry_run": report.dry_run,
-        "decisions": [
-            {
-                "id": str(decision.id),
-                "time": times.rfc3339(decision.time_ns),
-                "keep": decision.id not in report.removed,
-                "reasons": list(decision.reasons),
-            }
-            for decision in report.plan.decisions
-        ],
-        "removed": [str(snapshot_id) for snapshot_id in report.removed],
-        "removed_for_space": [str(snapshot_id) for snapshot_id in report.removed_for_space],
-        "removed_unstored": [
-            {"id": str(decision.id), "remotes": list(decision.remotes)}
-            for decision in report.removed_unstored
-        ],
-        "freed_bytes": report.freed_bytes,
-        "garbage_bytes": report.garbage_bytes,
-        "interrupted": report.stopped,
-        "notes": report.notes,
-    }
 
 
 def _print(report: PruneResult) -> None:
@@ -284,28 +278,21 @@ def _prune_remote(
 
 
 def _remote_document(url: str, dry_run: bool, spaces: list[CollectedSpace]) -> dict[str, Any]:
-    return {
-        "remote": url,
-        "dry_run": dry_run,
-        "freed_bytes": sum(space.freed_bytes for space in spaces),
-        "spaces": [
-            {
-                "id": space.id,
-                "packs": list(space.packs),
-                "manifests": list(space.manifests),
-                "freed_bytes": space.freed_bytes,
-                "repacked_bytes": space.repacked_bytes,
-                "rescued": space.rescued,
-                "cold_packs": list(space.cold),
-                "unreadable_packs": list(space.unreadable),
-                "decayed_packs": list(space.decayed),
-                "checked_bytes": space.checked_bytes,
-                "held": [one._asdict() for one in space.held],
-                "unfinished_round": space.unfinished,
-            }
+    return _REMOTE.of(
+        remote=url,
+        dry_run=dry_run,
+        freed_bytes=sum(space.freed_bytes for space in spaces),
+        spaces=[
+            _SPACE.of(
+                space,
+                cold_packs=space.cold,
+                unreadable_packs=space.unreadable,
+                decayed_packs=space.decayed,
+                unfinished_round=space.unfinished,
+            )
             for space in spaces
         ],
-    }
+    )
 
 
 def _print_remote(dry_run: bool, spaces: list[CollectedSpace]) -> None:

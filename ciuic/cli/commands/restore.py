@@ -22,8 +22,9 @@ import click
 
 from ciuic.cli.shared import sets
 from ciuic.cli.shared.contents import as_recorded, owner_name
+from ciuic.cli.shared.documents import Keys
 from ciuic.cli.shared.lazy_restore import restore_lazily, show_lazy_restores
-from ciuic.cli.shared.messages import complain, json_name, plural, shown, shown_text, warn
+from ciuic.cli.shared.messages import complain, plural, shown, shown_text, warn
 from ciuic.cli.shared.options import DIRECTORY, ID, SNAPSHOT_PATH, FrameCommand, Text
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import Session, current
@@ -42,6 +43,34 @@ if TYPE_CHECKING:
 
 
 # A screenful; --json has all of them.
+_TARGET = Keys("path, destination")
+_OPEN_FILE = Keys("path, pid, program, user, how (`writing`, `mapped`, `reading` or `cwd`)")
+_ROOM = Keys("path, needed_bytes, free_bytes, enough")
+_PLAN = Keys(
+    "made, replaced (each `files`, `bytes`), removed (`names`, `files`, `bytes`, `counted`), room", room=_ROOM
+)
+_RESTORE = Keys(
+    "snapshot, dry_run, complete, safety_snapshot (or null), targets, restored, restored_bytes, skipped, directories, conflicts,"
+    " removed (each `path`), failed, left_out, left_out_because|null, open_for_writing, not_held, far_times (each `path`),"
+    " owner_failures, time_failures, stopped|null, items (with `--dry-run` or `-v`), code, open_files, plan (null without `--dry-run`)",
+    "`restore`",
+    targets=_TARGET,
+    failed=Keys("path, reason, damaged, attribute"),
+    left_out=Keys("path, what"),
+    items=Keys(
+        "path, action (`restored`, `attributes`, `linked`, `skipped`, `removed`, `failed`, or in a dry run `conflict`)"
+    ),
+    open_files=_OPEN_FILE,
+    plan=_PLAN,
+)
+_NEWER = Keys("checkpoint, snapshot")
+_CHOICE = Keys(
+    "path, snapshot, checkpoint, not_finite (or null), lost_steps (or null), not_good (each `path`), newer_good (or null), passed_over,"
+    " staying (each `path`: newer checkpoints that are not good and stay)",
+    "each of the `last_good` of `restore --last-good`",
+    newer_good=_NEWER,
+    passed_over=Keys("snapshot, reason"),
+)
 _SHOWN_NAMES = 20
 _SHOWN_OPEN_FILES = 5
 _FIRST_NAMES = 3
@@ -267,11 +296,7 @@ def restore_command(
         out_json(
             {
                 "last_good": [
-                    {
-                        **_choice_document(path, one),
-                        "staying": [json_name("path", place) for place in stay.get(path, ())],
-                    }
-                    for path, one in chosen.items()
+                    _choice_document(path, one, stay.get(path, ())) for path, one in chosen.items()
                 ],
                 "restores": documents,
                 "code": max(codes),
@@ -546,22 +571,17 @@ def _is_in(plan: RestorePlan, path: bytes) -> bool:
     return True
 
 
-def _choice_document(path: bytes, one: LastGood) -> dict[str, Any]:
+def _choice_document(path: bytes, one: LastGood, staying: Sequence[bytes]) -> dict[str, Any]:
     newer = one.newer_good
-    return {
-        **json_name("path", path),
-        "snapshot": str(one.snapshot.id),
-        **json_name("checkpoint", one.checkpoint.checkpoint.path),
-        "not_finite": one.checkpoint.checkpoint.verdict.not_finite,
-        "lost_steps": one.lost_steps,
-        "not_good": [json_name("path", bad.checkpoint.path) for bad in one.not_good],
-        "newer_good": None
-        if newer is None
-        else {**json_name("checkpoint", newer.checkpoint.path), "snapshot": str(newer.snapshot.id)},
-        "passed_over": [
-            {"snapshot": str(skipped.snapshot.id), "reason": skipped.reason} for skipped in one.passed_over
-        ],
-    }
+    return _CHOICE.of(
+        one,
+        path=path,
+        checkpoint=one.checkpoint.checkpoint.path,
+        not_finite=one.checkpoint.checkpoint.verdict.not_finite,
+        not_good=[bad.checkpoint.path for bad in one.not_good],
+        newer_good=newer and _NEWER.of(newer, checkpoint=newer.checkpoint.path),
+        staying=list(staying),
+    )
 
 
 def planned(
@@ -670,22 +690,7 @@ def carry_out(
     if safety is not None:
         _safety_is_over(local, safety, changed=_may_have_changed(local, plan, result, safety, also_changed))
     if as_json:
-        show(
-            {
-                **_document(plan, result, items, safety, dry_run),
-                "open_files": [
-                    {
-                        **json_name("path", one.path),
-                        "pid": one.pid,
-                        "program": one.program,
-                        "user": owner_name("pwd", one.uid),
-                        "how": one.how,
-                    }
-                    for one in open_files
-                ],
-                "plan": None if forecast is None else forecast.document(),
-            }
-        )
+        show(_document(plan, result, items, safety, dry_run, open_files, forecast))
     else:
         _print(plan, result, items, dry_run)
         if forecast is not None:
@@ -793,27 +798,22 @@ class _Forecast(NamedTuple):
 
     def document(self) -> dict[str, Any]:
         """Return it in JSON."""
-        return {
+        return _PLAN.of(
             **{
                 name: {"files": len(items), "bytes": sum(item.size_bytes for item in items)}
                 for name, items in (("made", self.made), ("replaced", self.replaced))
             },
-            "removed": {
+            removed={
                 "names": len(self.removed),
                 "files": self.below.files,
                 "bytes": self.below.size_bytes,
                 "counted": self.below.is_complete,
             },
-            "room": [
-                {
-                    **json_name("path", room.place),
-                    "needed_bytes": room.needed_bytes,
-                    "free_bytes": room.free_bytes,
-                    "enough": room.needed_bytes <= room.free_bytes,
-                }
+            room=[
+                _ROOM.of(room, path=room.place, enough=room.needed_bytes <= room.free_bytes)
                 for room in self.rooms
             ],
-        }
+        )
 
     def print(self) -> None:
         """Print it, one line for each kind of change and for each file system."""
@@ -1062,43 +1062,26 @@ def _execute(
 
 
 def _document(
-    plan: RestorePlan, result: Result, items: Sequence[RestoreItem], safety: str | None, dry_run: bool
+    plan: RestorePlan,
+    result: Result,
+    items: Sequence[RestoreItem],
+    safety: str | None,
+    dry_run: bool,
+    open_files: Sequence[OpenFile],
+    forecast: _Forecast | None,
 ) -> dict[str, Any]:
-    return {
-        "snapshot": str(plan.snapshot.id),
-        "dry_run": dry_run,
-        "complete": result.complete and not plan.conflicts,
-        "safety_snapshot": safety,
-        "targets": [
-            {**json_name("path", target.source.path), **json_name("destination", target.path)}
-            for target in plan.targets
-        ],
-        "restored": result.restored,
-        "restored_bytes": result.restored_bytes,
-        "skipped": result.skipped,
-        "directories": result.directories,
-        "conflicts": [json_name("path", path) for path in plan.conflicts],
-        "removed": [json_name("path", path) for path in result.removed],
-        "failed": [
-            {
-                **json_name("path", failure.path),
-                "reason": failure.reason,
-                "damaged": failure.damaged,
-                "attribute": failure.attribute,
-            }
-            for failure in result.failed
-        ],
-        "left_out": [{**json_name("path", left.path), "what": left.what} for left in result.left_out],
-        "left_out_because": result.left_out_because or None,
-        "open_for_writing": [json_name("path", path) for path in result.open_for_writing],
-        "not_held": [json_name("path", path) for path in result.not_held],
-        "far_times": [json_name("path", path) for path in result.far_times],
-        "owner_failures": result.owner_failures,
-        "time_failures": result.time_failures,
-        "stopped": result.stopped or None,
-        "items": [{**json_name("path", item.path), "action": item.action} for item in items],
-        "code": _exit_code(plan, result),
-    }
+    return _RESTORE.of(
+        result,
+        plan,
+        dry_run=dry_run,
+        complete=result.complete and not plan.conflicts,
+        safety_snapshot=safety,
+        targets=[_TARGET.of(path=target.source.path, destination=target.path) for target in plan.targets],
+        items=items,
+        code=_exit_code(plan, result),
+        open_files=[_OPEN_FILE.of(one, user=owner_name("pwd", one.uid)) for one in open_files],
+        plan=None if forecast is None else forecast.document(),
+    )
 
 
 def _note_damage(session: Session, plan: RestorePlan, result: Result) -> None:

@@ -14,7 +14,8 @@ import click
 
 from ciuic.cli.shared import pairs, sets, times
 from ciuic.cli.shared.contents import as_recorded, children_of, owner_name, roots_below
-from ciuic.cli.shared.messages import json_name, plural, shown, shown_text
+from ciuic.cli.shared.documents import Keys
+from ciuic.cli.shared.messages import plural, shown, shown_text
 from ciuic.cli.shared.options import ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.shared.output import abandon_stdout, json_option, note, out, out_json, out_prose
 from ciuic.cli.shared.session import Session, current
@@ -36,6 +37,26 @@ if TYPE_CHECKING:
     from ciuic.repository.snapshot_sets import SnapshotSet
     from ciuic.types import RootRecord
 
+
+_ROOT = Keys(
+    "path, files, size_bytes, mode (`tracked`, `full`, `offline`), not_held (number of files; null where an older snapshot does not"
+    " record it), session|null, epoch"
+)
+_SET = Keys("id, name, member, members, snapshots (id by member, of those that are found), whole")
+_SNAPSHOT = Keys(
+    "id, time, time_ns, host, size_bytes, new_bytes, files, tags, message, parent|null, held, hold_reason, hold_uid, state"
+    " (`committed`), is_incomplete, incomplete, partial, retaken, safety, left_out, roots, pair (or null), set (or null)",
+    "`show ID`",
+    left_out=Keys("path, reason"),
+    roots=_ROOT,
+    pair=pairs.PAIR,
+    set=_SET,
+)
+_ENTRY = Keys(
+    "name, type, mode, uid, gid, size_bytes, mtime, mtime_ns, inode, open_for_writing, not_held, not_held_until (or null), mountpoint,"
+    " files? (of a directory), target? (of a symbolic link), device? (of one: its two numbers)"
+)
+_PATH = Keys("snapshot, path, type, uid, gid, entries", "`show ID PATH`", entries=_ENTRY)
 
 _TYPES = {
     stat.S_IFREG: "file",
@@ -69,15 +90,7 @@ def show_command(snapshot_id: str, path: bytes | None, as_json: bool) -> None:
     if path is not None:
         _show_path(session, snapshot, as_recorded(snapshot, path), as_json)
     elif as_json:
-        # Looked up at each call: neither repository can promise anything for the other.
-        half = pairs.looked_up(session, [snapshot]).get(snapshot.id)
-        out_json(
-            {
-                **_facts(snapshot),
-                "pair": pairs.document(snapshot.pair, half),
-                "set": _set_facts(session, snapshot),
-            }
-        )
+        out_json(_facts(session, snapshot))
     else:
         _print_facts(session, snapshot)
 
@@ -93,14 +106,12 @@ def _set_of(session: Session, snapshot: Snapshot) -> SnapshotSet | None:
 
 
 def _set_facts(session: Session, snapshot: Snapshot) -> dict[str, Any] | None:
-    facts, found = sets.set_document(snapshot.set_member), _set_of(session, snapshot)
-    if facts is None or found is None:
+    place, found = snapshot.set_member, _set_of(session, snapshot)
+    if place is None or found is None:
         return None
-    return {
-        **facts,
-        "snapshots": {member: str(one.id) for member, one in found.found.items()},
-        "whole": found.is_whole,
-    }
+    return _SET.of(
+        place, snapshots={member: one.id for member, one in found.found.items()}, whole=found.is_whole
+    )
 
 
 def _show_set(session: Session, found: SnapshotSet, as_json: bool) -> None:
@@ -126,43 +137,31 @@ def _print_members(found: SnapshotSet) -> None:
         )
 
 
-def _facts(snapshot: Snapshot) -> dict[str, Any]:
-    return {
-        "id": str(snapshot.id),
-        "time": times.rfc3339(snapshot.time_ns),
-        "time_ns": snapshot.time_ns,
-        "host": snapshot.host,
-        "size_bytes": snapshot.size_bytes,
-        "new_bytes": snapshot.new_bytes,
-        "files": snapshot.files,
-        "tags": list(snapshot.tags),
-        "message": snapshot.message,
-        "parent": snapshot.parent or None,
-        "held": snapshot.held,
-        "hold_reason": snapshot.hold_reason,
-        "hold_uid": snapshot.hold_uid,
-        "state": "committed",
-        "is_incomplete": TAG_INCOMPLETE in snapshot.tags,
-        "incomplete": TAG_INCOMPLETE in snapshot.tags,
-        "partial": bool(snapshot.left_out),
-        "retaken": TAG_RETAKEN in snapshot.tags,
-        "safety": is_safety(snapshot.tags, snapshot.message),
-        "left_out": [{**json_name("path", root.path), "reason": root.reason} for root in snapshot.left_out],
-        "roots": [_root_facts(root) for root in snapshot.roots],
-    }
+def _facts(session: Session, snapshot: Snapshot) -> dict[str, Any]:
+    # Looked up at each call: neither repository can promise anything for the other.
+    half = pairs.looked_up(session, [snapshot]).get(snapshot.id)
+    return _SNAPSHOT.of(
+        snapshot,
+        state="committed",
+        is_incomplete=TAG_INCOMPLETE in snapshot.tags,
+        incomplete=TAG_INCOMPLETE in snapshot.tags,
+        partial=bool(snapshot.left_out),
+        retaken=TAG_RETAKEN in snapshot.tags,
+        safety=is_safety(snapshot.tags, snapshot.message),
+        roots=[_root_facts(root) for root in snapshot.roots],
+        pair=pairs.document(snapshot.pair, half),
+        set=_set_facts(session, snapshot),
+    )
 
 
 def _root_facts(root: RootRecord) -> dict[str, Any]:
-    return {
-        **json_name("path", root.path),
-        "files": root.entry.total_files + root.links_files,
-        "size_bytes": root.entry.total_bytes + root.links_bytes,
-        "mode": root.mode,
+    return _ROOT.of(
+        root,
+        files=root.entry.total_files + root.links_files,
+        size_bytes=root.entry.total_bytes + root.links_bytes,
         # -1: a snapshot of a version that did not mark such files.
-        "not_held": root.not_held if root.not_held >= 0 else None,
-        "session": root.session or None,
-        "epoch": root.epoch,
-    }
+        not_held=root.not_held if root.not_held >= 0 else None,
+    )
 
 
 def _print_facts(session: Session, snapshot: Snapshot) -> None:
@@ -226,14 +225,14 @@ def _show_path(session: Session, snapshot: Snapshot, path: bytes, as_json: bool)
         entries = list(children_of(repository, snapshot, path))
     if as_json:
         out_json(
-            {
-                "snapshot": str(snapshot.id),
-                **json_name("path", path),
-                "type": "directory" if entry is None else _type_name(entry),
-                "uid": None if entry is None else entry.uid,
-                "gid": None if entry is None else entry.gid,
-                "entries": [_entry_facts(child, snapshot) for child in entries],
-            }
+            _PATH.of(
+                snapshot=snapshot,
+                path=path,
+                type="directory" if entry is None else _type_name(entry),
+                uid=None if entry is None else entry.uid,
+                gid=None if entry is None else entry.gid,
+                entries=[_entry_facts(child, snapshot) for child in entries],
+            )
         )
         return
     _print_entries(entries, path if entry is not None and not entry.is_dir else None)
@@ -250,28 +249,22 @@ def _type_name(entry: Entry) -> str:
 
 def _entry_facts(entry: Entry, snapshot: Snapshot) -> dict[str, Any]:
     lag_ms = lag_of(entry)
-    facts = {
-        **json_name("name", entry.name),
-        "type": _type_name(entry),
-        "mode": f"{stat.S_IMODE(entry.mode):04o}",
-        "uid": entry.uid,
-        "gid": entry.gid,
-        "size_bytes": entry.total_bytes if entry.is_dir else entry.size_bytes,
-        "mtime": times.rfc3339(entry.mtime_ns),
-        "mtime_ns": entry.mtime_ns,
-        "inode": entry.ino,
-        "open_for_writing": bool(entry.flags & FLAG_OPEN_FOR_WRITING),
-        "not_held": snapshot.may_be_later(entry),
-        "not_held_until": times.rfc3339(snapshot.time_ns + lag_ms * _MS) if lag_ms is not None else None,
-        "mountpoint": bool(entry.flags & FLAG_MOUNTPOINT),
-    }
+    further: dict[str, object] = {}
     if entry.is_dir:
-        facts["files"] = entry.total_files
-    if entry.is_symlink:
-        facts.update(json_name("target", entry.target))
+        further["files"] = entry.total_files
     if stat.S_ISCHR(entry.mode) or stat.S_ISBLK(entry.mode):
-        facts["device"] = [os.major(entry.rdev), os.minor(entry.rdev)]
-    return facts
+        further["device"] = [os.major(entry.rdev), os.minor(entry.rdev)]
+    return _ENTRY.of(
+        entry,
+        type=_type_name(entry),
+        size_bytes=entry.total_bytes if entry.is_dir else entry.size_bytes,
+        inode=entry.ino,
+        open_for_writing=bool(entry.flags & FLAG_OPEN_FOR_WRITING),
+        not_held=snapshot.may_be_later(entry),
+        not_held_until_ns=None if lag_ms is None else snapshot.time_ns + lag_ms * _MS,
+        mountpoint=bool(entry.flags & FLAG_MOUNTPOINT),
+        **further,
+    )
 
 
 def _print_entries(entries: list[Entry], full_path: bytes | None) -> None:

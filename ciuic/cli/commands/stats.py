@@ -6,18 +6,30 @@ Guarantees: those of ciuic.maintenance.usage; nothing is changed. What cannot be
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import click
 
 from ciuic.cli.shared import times
-from ciuic.cli.shared.messages import json_name, plural, shown_text, warn
+from ciuic.cli.shared.documents import Keys
+from ciuic.cli.shared.messages import plural, shown_text, warn
 from ciuic.cli.shared.options import HOST_PATH, FrameCommand
 from ciuic.cli.shared.output import Cell, Column, json_option, note, out, out_json, out_prose, show_table
 from ciuic.cli.shared.session import current
 from ciuic.cli.shared.sets import resolve_all
 from ciuic.errors import Damaged
 from ciuic.maintenance.usage import PERIODS, GroupUse, SnapshotUse, Usage
+
+_SNAPSHOT = Keys("id, time, time_ns, roots (each `path`), tags, safety, size_bytes, frees_bytes")
+_ROOT = Keys("path, snapshots, size_bytes, frees_bytes")
+_PERIOD = Keys("begins, snapshots, size_bytes, frees_bytes")
+_STATS = Keys(
+    "repository, snapshots, together_frees_bytes (of all snapshots that are named; null for one or none), roots, period, periods,"
+    " size_bytes, raw_bytes, stored_bytes, garbage_bytes, packs_bytes, deduplication, compression, unread (what cannot be counted)",
+    "`stats`",
+    snapshots=_SNAPSHOT,
+    roots=_ROOT,
+    periods=_PERIOD,
+)
 
 
 @click.command("stats", cls=FrameCommand)
@@ -74,8 +86,26 @@ def command(ids: tuple[str, ...], root: bytes | None, period: str, as_json: bool
     ]
     roots = [one for one in usage.roots if root is None or one.name == os.fsdecode(root)]
     if as_json:
-        document = _document(session.place, usage, rows, roots, period, len(chosen) > 1)
-        out_json({**document, "unread": list(unread)})
+        out_json(
+            _STATS.of(
+                usage,
+                repository=session.place,
+                snapshots=[
+                    _SNAPSHOT.of(one, safety=one.is_safety, frees_bytes=one.alone_bytes) for one in rows
+                ],
+                together_frees_bytes=usage.together_bytes if len(chosen) > 1 else None,
+                roots=[
+                    _ROOT.of(one, path=os.fsencode(one.name), frees_bytes=one.alone_bytes) for one in roots
+                ],
+                period=period,
+                periods=[
+                    _PERIOD.of(one, begins=one.name, frees_bytes=one.alone_bytes) for one in usage.periods
+                ],
+                deduplication=_ratio(usage.size_bytes, usage.raw_bytes),
+                compression=_ratio(usage.raw_bytes, usage.stored_bytes),
+                unread=list(unread),
+            )
+        )
         return session.exit_code
     if not usage.snapshots:
         note("no snapshots yet")
@@ -180,39 +210,3 @@ def _show_totals(usage: Usage) -> None:
         2,
     )
     out_prose(f"packs {_size(usage.packs_bytes)}, of which no snapshot needs {_size(usage.garbage_bytes)}", 2)
-
-
-def _document(
-    place: str, usage: Usage, rows: list[SnapshotUse], roots: list[GroupUse], period: str, together: bool
-) -> dict[str, Any]:
-    return {
-        "repository": place,
-        "snapshots": [
-            {
-                "id": str(one.id),
-                "time": times.rfc3339(one.time_ns),
-                "time_ns": one.time_ns,
-                "roots": [json_name("path", path) for path in one.roots],
-                "tags": list(one.tags),
-                "safety": one.is_safety,
-                "size_bytes": one.size_bytes,
-                "frees_bytes": one.alone_bytes,
-            }
-            for one in rows
-        ],
-        "together_frees_bytes": usage.together_bytes if together else None,
-        "roots": [{**json_name("path", os.fsencode(one.name)), **_group(one)} for one in roots],
-        "period": period,
-        "periods": [{"begins": one.name, **_group(one)} for one in usage.periods],
-        "size_bytes": usage.size_bytes,
-        "raw_bytes": usage.raw_bytes,
-        "stored_bytes": usage.stored_bytes,
-        "garbage_bytes": usage.garbage_bytes,
-        "packs_bytes": usage.packs_bytes,
-        "deduplication": _ratio(usage.size_bytes, usage.raw_bytes),
-        "compression": _ratio(usage.raw_bytes, usage.stored_bytes),
-    }
-
-
-def _group(one: GroupUse) -> dict[str, int]:
-    return {"snapshots": one.snapshots, "size_bytes": one.size_bytes, "frees_bytes": one.alone_bytes}

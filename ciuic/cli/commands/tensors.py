@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from itertools import islice
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ciuic.cli.shared import times
+from ciuic.cli.shared.documents import Keys
 from ciuic.cli.shared.messages import json_name, plural, shown, shown_text, warn
 from ciuic.cli.shared.options import ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.shared.output import Cell, Column, Row, json_option, note, out_json, show_table
@@ -21,7 +21,15 @@ from ciuic.errors import Damaged, NotFound, NotPermitted, Partial, UsageError
 
 if TYPE_CHECKING:
     from ciuic.remote.reading.cache_directory import CacheDirectory
-    from ciuic.training.tensor_history import TensorFigures, TensorVersion
+    from ciuic.training.tensor_history import TensorVersion
+
+_TENSOR = Keys("name, dtype, shape, norm, nan, inf, drift, change_norm, largest_change, cosine")
+_VERSION = Keys(
+    "first, first_time, last, last_time (of the snapshots that have it), snapshots (their number), host, problem|null, left_out, norm,"
+    " drift, nan, inf, most_changed, tensors",
+    "each of the `versions` of `tensors`",
+    tensors=_TENSOR,
+)
 
 
 @click.command("tensors", cls=FrameCommand)
@@ -208,40 +216,11 @@ def _show_tensors(one: TensorVersion) -> None:
 
 
 def _document(one: TensorVersion) -> dict[str, Any]:
-    version = one.version
-    return {
-        "first": str(version.first.id),
-        "first_time": times.rfc3339(version.first.time_ns),
-        "last": str(version.last.id),
-        "last_time": times.rfc3339(version.last.time_ns),
-        "snapshots": version.snapshots,
-        "host": version.host,
-        "problem": one.problem or None,
-        "left_out": list(one.left_out),
-        "norm": None if one.problem else _finite(one.norm),
-        "drift": _finite(one.drift),
-        "nan": one.nan,
-        "inf": one.inf,
-        "most_changed": one.most_changed,
-        "tensors": [_tensor_document(name, figures) for name, figures in one.tensors.items()],
-    }
-
-
-def _tensor_document(name: str, figures: TensorFigures) -> dict[str, Any]:
-    return {
-        "name": name,
-        "dtype": figures.dtype,
-        "shape": list(figures.shape),
-        "norm": _finite(figures.norm),
-        "nan": figures.nan,
-        "inf": figures.inf,
-        "drift": _finite(figures.drift),
-        "change_norm": _finite(figures.change_norm),
-        "largest_change": _finite(figures.largest_change),
-        "cosine": _finite(figures.cosine),
-    }
-
-
-def _finite(value: float | None) -> float | None:
-    """Return the number; JSON has none for infinity."""
-    return value if value is None or math.isfinite(value) else None
+    return _VERSION.of(
+        one,
+        one.version,
+        first_time_ns=one.version.first.time_ns,
+        last_time_ns=one.version.last.time_ns,
+        norm=None if one.problem else one.norm,
+        tensors=[_TENSOR.of(figures, name=name) for name, figures in one.tensors.items()],
+    )

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from ciuic.cli.shared import times
-from ciuic.cli.shared.messages import json_name, plural, shown_text
+from ciuic.cli.shared.documents import Keys
+from ciuic.cli.shared.messages import plural, shown_text
 from ciuic.cli.shared.output import note, out_prose
 from ciuic.errors import UsageError
 from ciuic.units import human_duration, human_size
@@ -23,6 +24,15 @@ if TYPE_CHECKING:
     from ciuic.protocol.last_drill import LastDrill
     from ciuic.types import Snapshot
 
+_DAMAGE: Final = Keys("path, reason")
+_VERDICT: Final = Keys("path, verdict, reason, format")
+_RESULT: Final = Keys(
+    "verdict (`good`, `damaged`), snapshot, host, time, age_seconds, seed, checkpoint|null, files, bytes_read, files_total, bytes_total,"
+    " restore_seconds, bytes_per_second, estimated_seconds, verdicts, damages",
+    "each of the `drills` of `drill`, `remote drill` and `fleet drill`",
+    verdicts=_VERDICT,
+    damages=_DAMAGE,
+)
 _LABEL_WIDTH: Final = 11
 _SHOWN_LINES: Final = 20
 _MAX_SEED: Final = 1 << 32
@@ -89,33 +99,17 @@ def result_document(
     session: Session, snapshot: Snapshot, result: DrillResult, more: Sequence[tuple[bytes, str]] = ()
 ) -> dict[str, Any]:
     """Return the document of a result (docs/cli.md); ``more`` is damage that was found beside the sample."""
-    found = [*((one.path, one.reason) for one in result.damages), *more]
-    return {
-        "verdict": "damaged" if found else "good",
-        "snapshot": str(snapshot.id),
-        "host": snapshot.host,
-        "time": times.rfc3339(snapshot.time_ns),
-        "age_seconds": max(0.0, (session.now_ns - snapshot.time_ns) / 1e9),
-        "seed": result.seed,
-        **(json_name("checkpoint", result.checkpoint) if result.checkpoint else {"checkpoint": None}),
-        "files": result.files,
-        "bytes_read": result.bytes_read,
-        "files_total": result.files_total,
-        "bytes_total": result.bytes_total,
-        "restore_seconds": result.seconds,
-        "bytes_per_second": result.bytes_per_second,
-        "estimated_seconds": result.estimated_seconds,
-        "verdicts": [
-            {
-                **json_name("path", one.path),
-                "verdict": one.verdict.state,
-                "reason": one.verdict.reason,
-                "format": one.verdict.format,
-            }
-            for one in result.verdicts
-        ],
-        "damages": [{**json_name("path", path), "reason": reason} for path, reason in found],
-    }
+    damages = [*_DAMAGE.all(result.damages), *(_DAMAGE.of(path=path, reason=reason) for path, reason in more)]
+    return _RESULT.of(
+        result,
+        snapshot,
+        verdict="damaged" if damages else "good",
+        snapshot=snapshot,
+        age_seconds=max(0.0, (session.now_ns - snapshot.time_ns) / 1e9),
+        restore_seconds=result.seconds,
+        verdicts=[_VERDICT.of(one, one.verdict, verdict=one.verdict.state) for one in result.verdicts],
+        damages=damages,
+    )
 
 
 def outcome(document: dict[str, Any], seconds: float) -> LastDrill:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from ciuic.cli.shared import times
-from ciuic.cli.shared.messages import complain, json_name, plural, shown, shown_text
+from ciuic.cli.shared.documents import Keys
+from ciuic.cli.shared.messages import complain, plural, shown, shown_text
 from ciuic.cli.shared.output import out, out_json
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from ciuic.lazy.service import LazyRestore
     from ciuic.restore.journal import UnfinishedRestore
 
+_UNFINISHED: Final = Keys(
+    "snapshot, destinations (each `path`), began, command (list of words)",
+    "each of the `unfinished` of `restore --status`: restores that were cut short",
+)
 _SHOWN_LOST: Final = 20
 _READ_BYTES: Final = 65536
 
@@ -232,7 +237,10 @@ def show_lazy_restores(context: click.Context, parameter: click.Parameter, value
         out_json(
             {
                 "restores": [_document(status) for status in found],
-                "unfinished": [_unfinished_document(record) for record in cut_short],
+                "unfinished": [
+                    _UNFINISHED.of(record, command=[os.fsdecode(word) for word in record.command])
+                    for record in cut_short
+                ],
             }
         )
     elif not found and not cut_short:
@@ -270,15 +278,6 @@ def _unfinished_line(record: UnfinishedRestore) -> str:
     places = ", ".join(map(shown, record.destinations))
     begun = f"of {shown_text(record.snapshot)}, begun {times.clock(int(record.began * times.NS))}"
     return f"{places}: cut short, {begun}; it goes on with: {command}"
-
-
-def _unfinished_document(record: UnfinishedRestore) -> dict[str, Any]:
-    return {
-        "snapshot": record.snapshot,
-        "destinations": [json_name("path", path) for path in record.destinations],
-        "began": record.began,
-        "command": [os.fsdecode(word) for word in record.command],
-    }
 
 
 def line_of(status: LazyStatus) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ciuic.cli.shared import times
+from ciuic.cli.shared.documents import Keys
 from ciuic.cli.shared.messages import shown_text
 from ciuic.cli.shared.output import Cell, out
 from ciuic.cli.shared.session import Session
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from ciuic.protocol.pairing import State
     from ciuic.repository import SnapshotInfo
 
+PAIR = Keys(
+    "of (`training` or `filesystem`), id|null, state (`committed`, `pending`, `failed`, `gone`, `unknown`, `none`), problem|null,"
+    " repository|null, time, time_ns, apart_seconds, roots"
+)
 _WORDS: Final = {
     "pending": "not captured yet",
     "failed": "failed",
@@ -77,17 +82,12 @@ def document(pair: Pair | None, half: Half | None) -> dict[str, Any] | None:
     """Return the pair as JSON has it. ``half``: the state that was looked up, if any."""
     if pair is None:
         return None
-    return {
-        "of": pair.of,
-        "id": pair.id or None,
-        "state": half.state if half is not None else "unknown" if pair.id else "none",
-        "problem": pair.problem or None,
-        "repository": pair.repository or None,
-        "time": times.rfc3339(pair.time_ns) if pair.time_ns else None,
-        "time_ns": pair.time_ns or None,
-        "apart_seconds": _apart_seconds(half) if half is not None else None,
-        "roots": list(pair.roots),
-    }
+    return PAIR.of(
+        pair,
+        state=half.state if half is not None else "unknown" if pair.id else "none",
+        time_ns=pair.time_ns or None,
+        apart_seconds=_apart_seconds(half) if half is not None else None,
+    )
 
 
 def cell(half: Half | None) -> Any:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ciuic.cli.shared.documents import Keys
 from ciuic.cli.shared.messages import plural, shown_text, warn
 from ciuic.cli.shared.session import Session
 from ciuic.errors import CiuicError, Damaged, NotFound, UsageError
@@ -24,6 +25,12 @@ from ciuic.repository.snapshot_sets import (
 
 if TYPE_CHECKING:
     from ciuic.types import SetMember, Snapshot, SnapshotId
+
+PLACE = Keys("id, name, member, members")
+SET = Keys(
+    "id, name, members (each `member`, `snapshot` and `host`, null where it is missing), whole, lacking (members), size_bytes",
+    "`show set:NAME`",
+)
 
 
 def own_name() -> str:
@@ -227,25 +234,14 @@ def directory_names(found: SnapshotSet) -> dict[str, Snapshot]:
 
 def set_document(place: SetMember | None) -> dict[str, Any] | None:
     """Return a place in a set as JSON has it."""
-    if place is None:
-        return None
-    return {"id": place.id, "name": place.name, "member": place.member, "members": list(place.members)}
+    return None if place is None else PLACE.of(place)
 
 
 def document(found: SnapshotSet) -> dict[str, Any]:
     """Return a set in JSON."""
-    return {
-        "id": found.id,
-        "name": found.name,
-        "members": [
-            {
-                "member": member,
-                "snapshot": str(snapshot.id) if (snapshot := found.found.get(member)) is not None else None,
-                "host": None if snapshot is None else snapshot.host,
-            }
-            for member in found.members
-        ],
-        "whole": found.is_whole,
-        "lacking": list(found.lacking),
-        "size_bytes": found.size_bytes,
-    }
+    here = {member: found.found.get(member) for member in found.members}
+    members = [
+        {"member": member, "snapshot": one and one.id, "host": one and one.host}
+        for member, one in here.items()
+    ]
+    return SET.of(found, members=members, whole=found.is_whole)

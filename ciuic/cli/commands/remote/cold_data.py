@@ -18,6 +18,7 @@ import click
 from ciuic.cli.commands.remote import targets
 from ciuic.cli.shared import times
 from ciuic.cli.shared.contents import as_recorded
+from ciuic.cli.shared.documents import Keys
 from ciuic.cli.shared.messages import complain, plural, shown, shown_text, warn
 from ciuic.cli.shared.options import ID, SNAPSHOT_PATH, FrameCommand, use_remote
 from ciuic.cli.shared.output import json_option, note, out, out_json
@@ -30,6 +31,19 @@ if TYPE_CHECKING:
     from ciuic.remote.upkeep.cold_packs import PlannedMoves, ThawJob, ThawJobs
 
 
+_JOB = Keys(
+    "id, remote, snapshots, paths, tier, days, created, packs, ready_packs, bytes, ready, ready_by (or null)",
+    "`remote thaw`, and each of the `thaws` of `remote thaw --status`",
+)
+_NEEDED = Keys(
+    "snapshots, packs (names), bytes", "`remote thaw` where nothing is archived, or with `--dry-run`"
+)
+_SPACE = Keys("id, moves (class by pack), bytes, skipped (reason by pack)")
+_MOVES = Keys(
+    "remote, dry_run, packs, bytes, month_before (price of a month in the warm class), spaces",
+    "`remote tier`",
+    spaces=_SPACE,
+)
 _SPEEDS = ("Standard", "Bulk", "Expedited")
 # A thaw takes hours, and each look costs a request for each pack.
 _POLL_SECONDS = 300.0
@@ -206,7 +220,7 @@ def _wait(jobs: ThawJobs, classes: ObjectClasses, job: ThawJob) -> ThawJob:
 
 def _tell_needed(packs: dict[str, int], snapshots: Sequence[str], as_json: bool) -> int:
     if as_json:
-        out_json({"snapshots": list(snapshots), "packs": sorted(packs), "bytes": sum(packs.values())})
+        out_json(_NEEDED.of(snapshots=snapshots, packs=sorted(packs), bytes=sum(packs.values())))
     elif packs:
         out(f"{plural(len(packs), 'pack')}, {human_size(sum(packs.values()))}, would be thawed")
     else:
@@ -215,20 +229,15 @@ def _tell_needed(packs: dict[str, int], snapshots: Sequence[str], as_json: bool)
 
 
 def _job_document(job: ThawJob) -> dict[str, Any]:
-    return {
-        "id": job.id,
-        "remote": job.url,
-        "snapshots": list(job.snapshots),
-        "paths": list(job.paths),
-        "tier": job.speed,
-        "days": job.days,
-        "created": times.rfc3339(job.created_ns),
-        "packs": len(job.packs),
-        "ready_packs": len(job.packs) - len(job.waiting),
-        "bytes": job.size_bytes,
-        "ready": job.is_ready,
-        "ready_by": None if job.ready_by_ns is None else times.rfc3339(job.ready_by_ns),
-    }
+    return _JOB.of(
+        job,
+        remote=job.url,
+        tier=job.speed,
+        packs=len(job.packs),
+        ready_packs=len(job.packs) - len(job.waiting),
+        bytes=job.size_bytes,
+        ready=job.is_ready,
+    )
 
 
 def _print_job(job: ThawJob) -> None:
@@ -296,22 +305,22 @@ def _moves_document(
     url: str, dry_run: bool, spaces: Sequence[PlannedMoves], gb_month: float | None
 ) -> dict[str, Any]:
     moved = sum(space.bytes for space in spaces)
-    return {
-        "remote": url,
-        "dry_run": dry_run,
-        "packs": sum(len(space.moves) for space in spaces),
-        "bytes": moved,
-        "month_before": None if gb_month is None else moved / _GB * gb_month,
-        "spaces": [
-            {
-                "id": space.space,
-                "moves": dict(sorted(space.moves.items())),
-                "bytes": space.bytes,
-                "skipped": dict(sorted(space.skipped.items())),
-            }
+    return _MOVES.of(
+        remote=url,
+        dry_run=dry_run,
+        packs=sum(len(space.moves) for space in spaces),
+        bytes=moved,
+        month_before=None if gb_month is None else moved / _GB * gb_month,
+        spaces=[
+            _SPACE.of(
+                space,
+                id=space.space,
+                moves=dict(sorted(space.moves.items())),
+                skipped=dict(sorted(space.skipped.items())),
+            )
             for space in spaces
         ],
-    }
+    )
 
 
 def _print_moves(dry_run: bool, spaces: Sequence[PlannedMoves], gb_month: float | None) -> None:

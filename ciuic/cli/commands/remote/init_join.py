@@ -19,6 +19,7 @@ import click
 from msgspec.structs import replace
 
 from ciuic.cli.commands.remote import targets
+from ciuic.cli.shared.documents import Keys
 from ciuic.cli.shared.messages import shown_text, warn
 from ciuic.cli.shared.options import FrameCommand
 from ciuic.cli.shared.output import Column, json_option, note, out, out_json, show_table
@@ -35,6 +36,12 @@ if TYPE_CHECKING:
     from ciuic.remote.sealing.key_slots import SlotSecret
 
 
+_REMOTE = Keys(
+    "remote, url, id, encrypted, key_file (or null), slot? (of `join`; or null), recovery_key? (of `init`, the only time; or null),"
+    " races? (of `init`), left_in_bucket? (of `init`), config, config_changed, repository (or null), repository_state (`made`,"
+    " `replaced`, `shares`, `own-identity`, `later`), upload_started",
+    "`remote init`, `remote join`",
+)
 _LOST_KEY = (
     "KEEP THIS RECOVERY KEY SOMEWHERE ELSE THAN ON THIS HOST. IT IS SHOWN ONLY NOW. A LOST KEY IS LOST DATA: "
     "WITHOUT ANY KEY NOBODY CAN READ WHAT IS IN THE REMOTE."
@@ -114,7 +121,16 @@ def init(
     finally:
         objects.close()
     if as_json:
-        out_json({**_document(config, remote, proof, recovery), **adopted.document()})
+        out_json(
+            _document(
+                config,
+                remote,
+                adopted,
+                recovery_key=recovery or None,
+                races=proof.races,
+                left_in_bucket=proof.left,
+            )
+        )
     else:
         say(adopted)
 
@@ -234,17 +250,18 @@ def _with_key_file(config: RemoteConfig, path: Path) -> RemoteConfig:
     return config if config.key_command else replace(config, key_file=path)
 
 
-def _document(config: RemoteConfig, remote: Remote, proof: Proof, recovery: str) -> dict[str, Any]:
-    return {
-        "remote": config.name,
-        "url": config.url,
-        "id": remote.id,
-        "encrypted": remote.stored.sealed,
-        "key_file": str(config.key_file) if config.key_file else None,
-        "recovery_key": recovery or None,
-        "races": proof.races,
-        "left_in_bucket": list(proof.left),
-    }
+def _document(config: RemoteConfig, remote: Remote, adopted: Adopted, **further: object) -> dict[str, Any]:
+    return _REMOTE.of(
+        adopted,
+        remote=config.name,
+        url=config.url,
+        id=remote.id,
+        encrypted=remote.stored.sealed,
+        key_file=config.key_file,
+        config=adopted.config_file,
+        repository_state=adopted.choice,
+        **further,
+    )
 
 
 def _say(config: RemoteConfig, remote: Remote, proof: Proof, path: Path | None, recovery: str) -> None:
@@ -316,15 +333,7 @@ def join(
     finally:
         objects.close()
     if as_json:
-        document = {
-            "remote": config.name,
-            "url": config.url,
-            "id": remote.id,
-            "encrypted": remote.stored.sealed,
-            "key_file": str(config.key_file) if config.key_file else None,
-            "slot": slot or None,
-        }
-        out_json({**document, **adopted.document()})
+        out_json(_document(config, remote, adopted, slot=slot or None))
         return
     out(f"this host uses the remote {config.name} at {config.url}, id {remote.id}")
     if slot:
@@ -390,16 +399,6 @@ class Adopted(NamedTuple):
     choice: str
     """Outcome as in `RepositoryChoice`; ``later`` where the repository is made by ``ciuic protect``."""
     upload_started: bool
-
-    def document(self) -> dict[str, Any]:
-        """Return the fields of the JSON document."""
-        return {
-            "config": str(self.config_file),
-            "config_changed": self.config_changed,
-            "repository": None if self.repository is None else str(self.repository),
-            "repository_state": self.choice,
-            "upload_started": self.upload_started,
-        }
 
 
 def _key_file_path(session: Session, config: RemoteConfig, given: Path | None) -> Path:

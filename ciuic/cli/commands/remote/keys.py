@@ -21,6 +21,7 @@ from ciuic.cli.commands.remote.init_join import (
     say_recovery_key,
 )
 from ciuic.cli.shared import times
+from ciuic.cli.shared.documents import Keys
 from ciuic.cli.shared.messages import shown_text, warn
 from ciuic.cli.shared.options import FrameCommand, FrameGroup
 from ciuic.cli.shared.output import Column, json_option, note, out, out_json, show_table
@@ -33,6 +34,12 @@ if TYPE_CHECKING:
     from ciuic.remote.access import Remote
     from ciuic.remote.sealing.key_slots import SlotSecret
 
+_SLOTS = Keys(
+    "remote, slots, unusable",
+    "`remote keys list`",
+    slots=Keys("slot, kind, created"),
+    unusable=Keys("slot, problem"),
+)
 _KEY_FILE_SLOT = "key-file"
 _COMMAND_SLOT = "command"
 _MAX_PROBLEMS_SHOWN = 8
@@ -59,14 +66,11 @@ def list_(place: str, as_json: bool) -> None:
         objects.close()
     if as_json:
         out_json(
-            {
-                "remote": config.name,
-                "slots": [
-                    {"slot": one.slot, "kind": one.kind, "created": times.rfc3339(one.created_ns)}
-                    for one in slots
-                ],
-                "unusable": [{"slot": one.slot, "problem": one.problem.message} for one in found.unusable],
-            }
+            _SLOTS.of(
+                remote=config.name,
+                slots=slots,
+                unusable=[{"slot": one.slot, "problem": one.problem.message} for one in found.unusable],
+            )
         )
     elif not slots and not found.unusable:
         note("there are no key slots: the remote is not encrypted, or not made yet")

@@ -19,7 +19,8 @@ import click
 
 from ciuic.cli.commands.remote import targets
 from ciuic.cli.shared import times
-from ciuic.cli.shared.messages import complain, json_name, plural, shown_text, warn
+from ciuic.cli.shared.documents import Keys
+from ciuic.cli.shared.messages import complain, plural, shown_text, warn
 from ciuic.cli.shared.options import ID, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose
 from ciuic.cli.shared.remotes import waiting_aloud
@@ -30,7 +31,6 @@ from ciuic.units import human_duration, human_size
 if TYPE_CHECKING:
     from ciuic.config import Config, RemoteConfig
     from ciuic.config.model import RemotePrice
-    from ciuic.protocol.last_drill import LastDrill
     from ciuic.protocol.stored_remotely import RemoteLag
     from ciuic.remote.access import Remote
     from ciuic.remote.replication import StoredState, UploadStatus
@@ -39,6 +39,26 @@ if TYPE_CHECKING:
     from ciuic.types import Snapshot
 
 
+_STATE = Keys("snapshot, time, epoch, step")
+_TRAINING = Keys("training, stored, local (as `stored`)", stored=_STATE)
+_BEHIND = Keys("snapshots, size_bytes, seconds, stored, newest|null, newest_time|null")
+_UPLOAD = Keys(
+    "running, pid, time, waits_for, other_writers, bytes_per_second, last_snapshot|null, last_seconds, requests (by kind), sent_bytes,"
+    " received_bytes, price"
+)
+_CONTACT = Keys(
+    "id, encrypted, block_size_bytes, created, open_seconds, slots, servers, spaces, size_bytes, price_month"
+)
+_REMOTE = Keys(
+    "remote, url, id|null, encrypted, behind (or null), problem, upload (or null), last_drill (or null), trainings,"
+    " contact? (with `--contact`; `error` and `hint` where that failed)",
+    "each of the `remotes` of `remote status`",
+    behind=_BEHIND,
+    upload=_UPLOAD,
+    last_drill=Keys("time, verdict, seconds, reason, snapshot|null, files, bytes_read, estimated_seconds"),
+    trainings=_TRAINING,
+    contact=_CONTACT,
+)
 # What another machine says of itself may have any length.
 _MAX_SHOWN = 200
 _LABEL_WIDTH = 11
@@ -91,17 +111,17 @@ def _facts(session: Session, config: RemoteConfig, *, contact: bool) -> dict[str
     upload = read_status(config.name, upload_state_dir())
     drill = read_last_drill(config.name)
     lag, problem = _lag(session, config, contact=contact)
-    return {
-        "remote": config.name,
-        "url": config.url,
-        "id": upload.remote_id or None if upload else None,
-        "encrypted": config.encryption,
-        "behind": None if lag is None else _behind(lag),
-        "problem": problem or (lag.flaw if lag else ""),
-        "upload": None if upload is None else _upload(upload, config.price),
-        "last_drill": None if drill is None else _drill(drill),
-        "trainings": [] if lag is None else _trainings(session, config, upload),
-    }
+    return _REMOTE.of(
+        remote=config.name,
+        url=config.url,
+        id=upload.remote_id if upload else "",
+        encrypted=config.encryption,
+        behind=None if lag is None else _BEHIND.of(lag, newest_time_ns=lag.newest_ns),
+        problem=problem or (lag.flaw if lag else ""),
+        upload=None if upload is None else _upload(upload, config.price),
+        last_drill=drill,
+        trainings=[] if lag is None else _trainings(session, config, upload),
+    )
 
 
 def _trainings(session: Session, config: RemoteConfig, upload: UploadStatus | None) -> list[dict[str, Any]]:
@@ -124,18 +144,11 @@ def _trainings(session: Session, config: RemoteConfig, upload: UploadStatus | No
     for root in sorted(newest.keys() | stored.keys()):
         here, there = newest.get(root), stored.get(root)
         found.append(
-            {
-                **json_name("training", root.strip(b"/")),
-                "stored": None
-                if there is None
-                else {
-                    "snapshot": there.snapshot,
-                    "time": times.rfc3339(there.time_ns),
-                    "epoch": there.epoch,
-                    "step": there.step,
-                },
-                "local": None if here is None else _local_state(repository, here, there),
-            }
+            _TRAINING.of(
+                training=root.strip(b"/"),
+                stored=there,
+                local=None if here is None else _local_state(repository, here, there),
+            )
         )
     return found
 
@@ -152,20 +165,7 @@ def _local_state(repository: Repository, info: SnapshotInfo, stored: StoredState
         with suppress(CiuicError, ValueError):
             facts = read_facts(repository, info.id)
             epoch, step = facts.epoch, facts.step
-    return {"snapshot": str(info.id), "time": times.rfc3339(info.time_ns), "epoch": epoch, "step": step}
-
-
-def _drill(drill: LastDrill) -> dict[str, Any]:
-    return {
-        "time": times.rfc3339(drill.time_ns),
-        "verdict": drill.verdict,
-        "seconds": drill.seconds,
-        "reason": drill.reason,
-        "snapshot": drill.snapshot or None,
-        "files": drill.files,
-        "bytes_read": drill.bytes_read,
-        "estimated_seconds": drill.estimated_seconds,
-    }
+    return _STATE.of(info, snapshot=info.id, epoch=epoch, step=step)
 
 
 def _lag(session: Session, config: RemoteConfig, *, contact: bool) -> tuple[RemoteLag | None, str]:
@@ -187,32 +187,8 @@ def _lag(session: Session, config: RemoteConfig, *, contact: bool) -> tuple[Remo
     return remote_lag(config, repository.id, infos, now_ns=session.now_ns, look=look), ""
 
 
-def _behind(lag: RemoteLag) -> dict[str, Any]:
-    return {
-        "snapshots": lag.snapshots,
-        "size_bytes": lag.size_bytes,
-        "seconds": lag.seconds,
-        "stored": lag.stored,
-        "newest": lag.newest or None,
-        "newest_time": times.rfc3339(lag.newest_ns) if lag.newest_ns else None,
-    }
-
-
 def _upload(upload: UploadStatus, price: RemotePrice) -> dict[str, Any]:
-    return {
-        "running": upload.runs,
-        "pid": upload.pid,
-        "time": times.rfc3339(upload.time_ns),
-        "waits_for": upload.waits_for,
-        "other_writers": upload.other_writers,
-        "bytes_per_second": upload.bytes_per_second,
-        "last_snapshot": upload.last_snapshot or None,
-        "last_seconds": upload.last_seconds,
-        "requests": upload.requests,
-        "sent_bytes": upload.sent_bytes,
-        "received_bytes": upload.received_bytes,
-        "price": _price(upload.requests, price),
-    }
+    return _UPLOAD.of(upload, running=upload.runs, price=_price(upload.requests, price))
 
 
 def _price(requests: dict[str, int], price: RemotePrice) -> float | None:
@@ -245,18 +221,18 @@ def _contact(session: Session, config: RemoteConfig) -> dict[str, Any]:
     session.say_damaged(damaged)
     stored = sum(one["size_bytes"] for one in spaces)
     month = config.price.gb_month
-    return {
-        "id": remote.id,
-        "encrypted": remote.stored.sealed,
-        "block_size_bytes": remote.stored.block_size,
-        "created": times.rfc3339(remote.stored.created_ns),
-        "open_seconds": seconds,
-        "slots": slots,
-        "servers": servers,
-        "spaces": spaces,
-        "size_bytes": stored,
-        "price_month": None if month is None else stored / _GB * month,
-    }
+    return _CONTACT.of(
+        remote.stored,
+        id=remote.id,
+        encrypted=remote.stored.sealed,
+        block_size_bytes=remote.stored.block_size,
+        open_seconds=seconds,
+        slots=slots,
+        servers=servers,
+        spaces=spaces,
+        size_bytes=stored,
+        price_month=None if month is None else stored / _GB * month,
+    )
 
 
 def _space(remote: Remote, space: Remote) -> dict[str, Any]:
