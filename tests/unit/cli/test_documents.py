@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,6 +13,9 @@ import pytest
 
 from ciuic.cli.shared.documents import Keys
 from ciuic.cli.shared.times import rfc3339
+
+CHECKOUT = Path(__file__).parents[3]
+_MODULES = [path for path in (CHECKOUT / "ciuic/cli").rglob("*.py") if "Keys" in path.read_text()]
 
 
 class _Part(NamedTuple):
@@ -78,3 +85,22 @@ def test_the_page_has_keys_notes_and_inner_keys() -> None:
     assert keys.markdown() == (
         "`id`, `parent` or null (of (an) id, or null), `parts` {`path`, `reason`}, `size` (of `a`)"
     )
+
+
+def _called(tree: ast.Module, keys: dict[str, Keys]) -> Iterator[tuple[str, str]]:
+    """Yield the name of a table and each value that a call of its ``of`` names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "of":
+            of = node.func.value
+            if isinstance(of, ast.Name) and of.id in keys:
+                yield from ((of.id, keyword.arg) for keyword in node.keywords if keyword.arg)
+
+
+@pytest.mark.parametrize("path", sorted(_MODULES), ids=str)
+def test_no_command_gives_a_value_that_no_key_takes(path: Path) -> None:
+    """A misspelled value would be dropped without a word."""
+    module = importlib.import_module(".".join(path.relative_to(CHECKOUT).with_suffix("").parts))
+    keys = {name: value for name, value in vars(module).items() if isinstance(value, Keys)}
+    for table, value in _called(ast.parse(path.read_text()), keys):
+        names = re.findall(r"\w+", re.sub(r"\((?:[^()]|\([^()]*\))*\)", "", keys[table].text))
+        assert value.removesuffix("_ns") in names or value in names, (table, value)
