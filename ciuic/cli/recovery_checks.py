@@ -134,7 +134,7 @@ def remote_has_it(repository: Repository, remote: RemoteConfig, now_ns: int) -> 
     from ciuic.protocol.last_drill import read_last_drill
     from ciuic.protocol.stored_remotely import remote_lag, upload_state_dir
     from ciuic.remote.remote_look import looks
-    from ciuic.remote.replication import read_status
+    from ciuic.remote.upload_status import read_status
 
     check = f"recovery: remote {remote.name}"
     look = looks([remote], repository, away=False).get(remote.name, "")

@@ -114,7 +114,7 @@ def _require_as_left(
 
     # Imported where it is needed, after a fault: the module is large.
     def lacks() -> str:
-        from ciuic.remote.replication import lacking_words
+        from ciuic.remote.stored_facts import lacking_words
 
         return lacking_words(space, directory, repository)
 
@@ -127,7 +127,7 @@ def _require_as_left(
     if not record.stored:
         return
     # As above: a remote that has something is looked at by a command that removes.
-    from ciuic.remote.replication import stored_manifests
+    from ciuic.remote.stored_facts import stored_manifests
 
     packs = read_known_packs(directory)
     if packs is None:

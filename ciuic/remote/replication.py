@@ -13,28 +13,21 @@ Before a deadline (`ciuic.remote.upload_deadline`) all of that is otherwise: onl
 newest state of each training first, the smallest of these before the others; in place of one that would be late the newest older one
 that is not. Files follow if there is time for them. The status says what to expect.
 
-What retention needs to know of the snapshots on the remote is kept in a local file (`FactsOfRemote`). It is a cache: what it
-lacks is read from the manifests. The status for people, which `ciuic remote status` reads, is a record of
-`ciuic.repository.notes` at ``<state directory>/<name of the remote>/status``. It may be old, and the process that wrote it
-dead; nothing is decided by it.
+What retention needs to know of the snapshots on the remote is remembered in stored_facts.py; the status for people is in upload_status.py.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
-
-import msgspec
-from blake3 import blake3
 
 from ciuic import __version__
 from ciuic.config import Config, RemoteConfig
@@ -42,11 +35,9 @@ from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.protocol.last_drill import read_last_drill
 from ciuic.protocol.stored_remotely import (
     LOOK_EVERY_SECONDS,
-    ConfiguredRemote,
     StoredRecord,
     StoredRecordDamaged,
     doubt_record,
-    is_doubted,
     note_stored_again,
     read_record,
     remote_lag,
@@ -61,21 +52,28 @@ from ciuic.remote.access import (
     open_configured,
     repository_space,
 )
-from ciuic.remote.documents import LiveManifest, decode_manifest, read_document
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.host_status import HostStatus
 from ciuic.remote.known_packs import add_known_pack, manifests_lacking, write_known_packs
-from ciuic.remote.log_reader import LogReader, Rounds, is_uploader, naming_memory
-from ciuic.remote.object_names import MANIFESTS_PREFIX, parse_manifest
+from ciuic.remote.log_reader import LogReader, Rounds, naming_memory
 from ciuic.remote.objects.model import (
     NoSuchBucket,
-    NoSuchObject,
     Objects,
     RemoteRefused,
     RemoteUnreachable,
 )
 from ciuic.remote.objects.wrappers import CountingObjects, LimitedObjects, RateLimit
 from ciuic.remote.remote_index import RemoteIndex, list_packs, packs_lacking
+from ciuic.remote.stored_facts import (
+    FactsOfRemote,
+    OtherLogs,
+    StoredFacts,
+    StoredState,
+    content_digest,
+    lacking_words,
+    newest_stored_states,
+    stored_manifests,
+)
 from ciuic.remote.upload_deadline import (
     LOOK_SECONDS,
     DeadlineWatch,
@@ -85,6 +83,7 @@ from ciuic.remote.upload_deadline import (
     UploadForecast,
     WriteRate,
 )
+from ciuic.remote.upload_status import StatusWriter, Waiting
 from ciuic.remote.uploader import (
     MAX_REFUSALS,
     ClosedPack,
@@ -100,363 +99,23 @@ from ciuic.remote.writer_log import SEVERAL_WRITERS, LogRotation, WriterLog, Wri
 from ciuic.repository import Repository, SnapshotInfo
 from ciuic.repository import log as events
 from ciuic.repository.config import read_file
-from ciuic.repository.errors import UnsupportedFormat
-from ciuic.repository.notes import read_note, write_note
 from ciuic.repository.pack_directory import Packs
 from ciuic.repository.repository import PACKS_DIR
-from ciuic.repository.snapshot_format import StoredMarks, apply_marks, decode_marks, decode_snapshot
 from ciuic.repository.snapshots import SNAPSHOTS_DIR
 from ciuic.retention import plan_retention, snapshots_having
 from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files, yield_to_others
 from ciuic.system.precedence import IoPriority, place
 from ciuic.system.urgency import REQUESTED_MIN_SHARE, Urgency
 from ciuic.types import STATE_TAGS, Snapshot, SnapshotId, is_safety
-from ciuic.units import plural
 from ciuic.verdicts.records import VerdictRecords, newest_of
 
-_FACTS_NAME: Final = "facts"
 _Result = TypeVar("_Result")
-
-
-def _content_digest(data: bytes) -> str:
-    """Return what tells the snapshot file of one host from that of another with the same id."""
-    return blake3(data).hexdigest()
-
-
-class StoredFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot on the remote, as far as retention asks (`ciuic.retention.SnapshotFacts`)."""
-
-    snapshot: str
-    manifest: str
-    time_ns: int
-    tags: tuple[str, ...] = ()
-    message: str = ""
-    held: bool = False
-    roots: tuple[bytes, ...] = ()
-    """Paths of the roots in the snapshot."""
-    content: str = ""
-    """`_content_digest` of the snapshot file; empty if it was not noted."""
-    placed_ns: int = 0
-    """Place in the order of commits where it is not `time_ns`; 0: it is, or it was not noted."""
-    manifest_bytes: int = 0
-    """Size of the manifest; 0 if it was not noted."""
-
-    @property
-    def id(self) -> SnapshotId:
-        """Id of the snapshot."""
-        return SnapshotId.parse(self.snapshot)
-
-    @property
-    def order_ns(self) -> int:
-        """Place in the order of commits."""
-        return max(self.placed_ns, self.time_ns)
-
-
-class _Note(msgspec.Struct, frozen=True, kw_only=True):
-    facts: tuple[StoredFacts, ...]
-
-
-class StoredState(NamedTuple):
-    """Newest state of a training that the remote has committed, and so has wholly."""
-
-    snapshot: str
-    time_ns: int
-    epoch: int
-    """0 where the training counts none, as in the names of manifests."""
-    step: int
-
-
-def newest_stored_states(
-    state_dir: Path, remote: ConfiguredRemote, space_ids: Iterable[str]
-) -> dict[bytes, StoredState]:
-    """Return the newest state of each training on a remote, by the path of its root; the store is not asked.
-
-    What another process uploads from now on, or gives up, shows when it has noted it.
-
-    Args:
-        state_dir: State directory of the process that uploads.
-        remote: The remote.
-        space_ids: Ids of the spaces that the repository may be stored in.
-    """
-    if is_doubted(remote, state_dir):
-        return {}
-    newest: dict[bytes, StoredFacts] = {}
-    for space_id in space_ids:
-        note = read_note(str(state_dir / remote.name / space_id), _FACTS_NAME, _Note)
-        for one in () if note is None else note.facts:
-            # An operator may have tagged a snapshot of files so: that one has no labels.
-            if STATE_TAGS.isdisjoint(one.tags) or len(one.roots) != 1:
-                continue
-            before = newest.get(one.roots[0])
-            if before is None or one.order_ns > before.order_ns:
-                newest[one.roots[0]] = one
-    found = {}
-    for root, one in newest.items():
-        manifest = parse_manifest(one.manifest)
-        if manifest is not None:
-            found[root] = StoredState(one.snapshot, one.time_ns, manifest.epoch, manifest.step)
-    return found
-
-
-class FactsOfRemote:
-    """Facts about the snapshots of one repository on a remote. For one thread."""
-
-    def __init__(self, directory: str, remote: Remote) -> None:
-        """Read the file in this directory of the uploader's own."""
-        self._directory = directory
-        self._remote = remote
-        # Logs that commit each snapshot, by its manifest.
-        self._logs: dict[str, set[str]] = {}
-        self.lost: dict[str, list[str]] = {}
-        """Manifests that this host committed and that are gone or damaged, by the snapshot."""
-        note = read_note(directory, _FACTS_NAME, _Note)
-        self._facts: dict[str, StoredFacts] = (
-            {} if note is None else {one.snapshot: one for one in note.facts}
-        )
-
-    def committed_in(self, logs: Collection[str]) -> dict[str, StoredFacts]:
-        """Return the facts of the snapshots that one of these logs commits, by the id of the snapshot."""
-        return {
-            id_: one
-            for id_, one in self._facts.items()
-            if not self._logs.get(one.manifest, set()).isdisjoint(logs)
-        }
-
-    def learn(
-        self,
-        live: Mapping[str, LiveManifest],
-        logs: Mapping[str, Collection[str]],
-        repository_id: str,
-        own_logs: Collection[str] = (),
-        content_of: Callable[[str], str] = lambda id_: "",
-    ) -> set[str]:
-        """Make the facts those of the snapshots of this repository that the logs commit; return their ids.
-
-        Two hosts of one cloned disk have one repository id, and may give one id to different snapshots. One whose
-        content is not that of the snapshot here is left out: it is another host's.
-
-        Args:
-            live: Snapshots that exist.
-            logs: Manifests that each log commits.
-            repository_id: Id of the repository.
-            own_logs: Logs of this host, whose snapshot counts where two that are not here have one id.
-            content_of: Returns the `_content_digest` of a snapshot here by its id; empty for one that is not here.
-
-        Raises:
-            RemoteUnreachable: a manifest could not be read now.
-        """
-        self._logs = {}
-        for writer, manifests in logs.items():
-            for name in manifests:
-                self._logs.setdefault(name, set()).add(writer)
-        names: dict[str, list[str]] = {}
-        for name, one in live.items():
-            if one.repository == repository_id:
-                names.setdefault(one.snapshot, []).append(name)
-        known: dict[str, StoredFacts] = {}
-        stored: set[str] = set()
-        there = {info.name: info.size_bytes for info in self._remote.objects.list(MANIFESTS_PREFIX)}
-        self.lost = {}
-        for id_, some in names.items():
-            # Those of this host last, so that they stay.
-            manifests = sorted(
-                some, key=lambda name: (not self._logs.get(name, set()).isdisjoint(own_logs), name)
-            )
-            content = content_of(id_)
-            before = self._facts.get(id_)
-            is_known = (
-                before is not None
-                and before.manifest in manifests
-                and before.manifest_bytes == there.get(before.manifest)
-            )
-            if before is not None and is_known and content in ("", before.content):
-                found: list[StoredFacts | None] = [before]
-            else:
-                found = []
-                for name in manifests:
-                    try:
-                        facts = self._read(id_, name, repository_id)
-                        found.append(
-                            facts and msgspec.structs.replace(facts, manifest_bytes=there.get(name, 0))
-                        )
-                    except (NoSuchObject, Damaged) as error:
-                        events.warning("remote_manifest_lost", manifest=name, error=error.message)
-                        if not self._logs.get(name, set()).isdisjoint(own_logs):
-                            self.lost.setdefault(id_, []).append(name)
-            # One whose manifest cannot be read is not stored, though a log commits it: nobody could restore it.
-            for facts in found:
-                if facts is not None and content in ("", facts.content):
-                    stored.add(id_)
-                    known[id_] = facts
-        self._facts = known
-        self._write()
-        return stored
-
-    def add(self, info: SnapshotInfo, done: UploadedSnapshot, content: str, log: str) -> None:
-        """Add a snapshot that was committed in this log."""
-        self._logs[done.manifest] = {log}
-        self._facts[info.id] = StoredFacts(
-            snapshot=str(info.id),
-            manifest=done.manifest,
-            manifest_bytes=done.manifest_bytes,
-            time_ns=max(0, info.time_ns),
-            tags=info.tags,
-            message=info.message,
-            held=info.held,
-            roots=info.roots,
-            content=content,
-            placed_ns=info.placed_ns,
-        )
-        self._write()
-
-    def remove(self, ids: Iterable[str]) -> None:
-        """Remove snapshots that were given up."""
-        for id_ in ids:
-            self._facts.pop(id_, None)
-        self._write()
-
-    def _read(self, id_: str, name: str, repository_id: str) -> StoredFacts | None:
-        """Return the facts in a manifest; None, and so no rule removes it, if this version cannot read it.
-
-        Raises:
-            NoSuchObject: it is gone.
-            Damaged: nobody can read it.
-        """
-        try:
-            manifest = read_document(
-                self._remote.objects, name, lambda data: decode_manifest(self._remote.sealer, name, data)
-            )
-            stored = decode_snapshot(id_, manifest.snapshot, repository_id)
-            marks = decode_marks(id_, manifest.marks) if manifest.marks else StoredMarks(id=id_)
-            snapshot: Snapshot = apply_marks(stored, marks)
-        except UnsupportedFormat as error:
-            events.warning("remote_manifest_unreadable", manifest=name, error=error.message)
-            return None
-        return StoredFacts(
-            snapshot=id_,
-            manifest=name,
-            time_ns=snapshot.time_ns,
-            tags=snapshot.tags,
-            message=snapshot.message,
-            held=snapshot.held,
-            roots=tuple(root.path for root in snapshot.roots),
-            content=_content_digest(manifest.snapshot),
-            placed_ns=snapshot.placed_ns,
-        )
-
-    def _write(self) -> None:
-        write_note(self._directory, _FACTS_NAME, _Note(facts=tuple(self._facts.values())), durable=False)
-
-
-def stored_manifests(directory: str, stored: Collection[str]) -> dict[str, int]:
-    """Return the manifests of the stored snapshots with their sizes, as far as they were noted.
-
-    Args:
-        directory: What this host remembers of the space of its repository.
-        stored: Ids of snapshots that count as stored.
-    """
-    note = read_note(directory, _FACTS_NAME, _Note)
-    return {
-        one.manifest: one.manifest_bytes
-        for one in (() if note is None else note.facts)
-        if one.snapshot in stored
-    }
-
-
-_MAX_NAMED: Final = 5
-
-
-def lacking_words(space: Remote, directory: str, repository: Repository) -> str:
-    """Return which snapshots of a repository a remote had and lacks now, and which of them are not here; empty where that is unknown.
-
-    Args:
-        space: Where its snapshots go.
-        directory: What this host remembers of that.
-        repository: The repository.
-    """
-    note = read_note(directory, _FACTS_NAME, _Note)
-    reader = LogReader(space.objects, space.sealer, skip_damaged=True)
-    try:
-        reader.refresh()
-    except CiuicError:
-        return ""
-    there = {one.snapshot for one in reader.live().values() if one.repository == repository.id}
-    facts = sorted(() if note is None else note.facts, key=lambda one: (-one.order_ns, one.snapshot))
-    lacking = [one.snapshot for one in facts if one.snapshot not in there]
-    if not lacking:
-        return ""
-    here = repository.snapshots.names()
-    gone = [id_ for id_ in lacking if id_ not in here]
-    text = f"; it lacks {plural(len(lacking), 'snapshot')} that it had: {_named(lacking)}"
-    return f"{text}; not on this host either: {_named(gone)}" if gone else f"{text}; this host has them all"
-
-
-def _named(ids: Sequence[str]) -> str:
-    more = f" and {len(ids) - _MAX_NAMED} more" if len(ids) > _MAX_NAMED else ""
-    return f"{', '.join(ids[:_MAX_NAMED])}{more}"
-
-
-_OTHERS_NAME: Final = "other-logs"
-# In place of a number of snapshots: the log grew while this host had another one.
-_GROWS: Final = -1
-
-
-class _OthersNote(msgspec.Struct, frozen=True, kw_only=True):
-    logs: dict[str, int]
-    """Number of snapshots of this repository that each log committed when it was last seen, or `_GROWS`."""
-
-
-class OtherLogs:
-    """Logs beside this host's own that commit snapshots of its repository.
-
-    They are those of a host with a copy of this disk, or of this host before its state was lost or restored. A log that
-    never grew and that a collection has ended is taken for the latter: its snapshots are this host's.
-    """
-
-    def __init__(
-        self, directory: str, space: Remote, logs: LogReader, repository_id: str, own: Collection[str]
-    ) -> None:
-        """Look at the logs, and keep what was seen in this directory of the uploader's own.
-
-        Raises:
-            RemoteUnreachable: a manifest could not be read now.
-        """
-        note = read_note(directory, _OTHERS_NAME, _OthersNote)
-        seen = {} if note is None else dict(note.logs)
-        self.adopted: set[str] = set()
-        """Logs whose snapshots are this host's."""
-        self.writers = 0
-        """Logs to which another host may write."""
-        for writer, summary in logs.logs.items():
-            number = sum(one.repository == repository_id for one in summary.committed.values())
-            if writer in own or not number:
-                continue
-            before = seen.get(writer, number)
-            seen[writer] = _GROWS if before == _GROWS or number > before else number
-            if not summary.retired:
-                self.writers += is_uploader(space.objects, space.sealer, writer, summary, repository_id)
-            elif seen[writer] != _GROWS:
-                self.adopted.add(writer)
-        if seen:
-            write_note(directory, _OTHERS_NAME, _OthersNote(logs=seen), durable=False)
-
-
 # Packs for which they are listed as often as the log is looked at: two requests. Ten times as many, a tenth as often.
 _PACKS_OF_A_LOOK: Final = 1000
 # How often the directory of snapshots is looked at: one stat(2).
 _POLL_SECONDS: Final = 0.5
 # Time after which a snapshot that could not be read is tried again.
 _AGAIN_SECONDS: Final = 600.0
-
-
-class Waiting(NamedTuple):
-    """Snapshots of a repository that a remote lacks."""
-
-    snapshots: int
-    size_bytes: int
-    """Bytes by which these snapshots let the packs grow."""
-    oldest_ns: int
-    """Cut of the oldest of them; 0 for none."""
 
 
 class Replication:
@@ -1034,7 +693,7 @@ class Replication:
     def _content(self, id_: str) -> str:
         """Return the digest of a snapshot file here; empty if it is not here."""
         try:
-            return _content_digest(read_file(self._repository.snapshots.path(SnapshotId(id_))))
+            return content_digest(read_file(self._repository.snapshots.path(SnapshotId(id_))))
         except OSError:
             return ""
 
@@ -1242,192 +901,10 @@ def _passed_over(infos: Iterable[SnapshotInfo], stored: set[str], interval_secon
     return passed
 
 
-_STATUS_NAME: Final = "status"
-# A person looks once a second at most.
-_INTERVAL_SECONDS: Final = 1.0
-# Time over which the rate is measured.
-_RATE_SECONDS: Final = 10.0
-
-
-class UploadStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """State of an upload at ``time_ns``."""
-
-    time_ns: int
-    pid: int
-    snapshots: int = 0
-    """Snapshots that the remote lacks."""
-    size_bytes: int = 0
-    """Bytes by which these let the packs of the repository grow: about what is to be sent."""
-    oldest_ns: int = 0
-    """Cut of the oldest of them; 0: the remote lacks none."""
-    waits_for: str = ""
-    """Why nothing is sent, in words; empty while all is well."""
-    bytes_per_second: float = 0.0
-    """Rate over the last ten seconds."""
-    last_snapshot: str = ""
-    """Snapshot that was committed last by this process."""
-    last_seconds: float = 0.0
-    """Time that its upload took."""
-    requests: dict[str, int] = {}
-    """Requests of this process by kind."""
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    remote_id: str = ""
-    """Id of the remote, once it was opened."""
-    other_writers: int = 0
-    """Logs of other hosts, or of lost states of this one, that commit snapshots of this repository."""
-    forecast: UploadForecast | None = None
-    """What the remote will have when this machine ends; None: no end is known."""
-
-    @property
-    def runs(self) -> bool:
-        """True if there is a process of this number: the one that wrote, unless it ended and another has its number."""
-        try:
-            os.kill(self.pid, 0)
-        except PermissionError:
-            return True
-        except (ProcessLookupError, OverflowError):
-            return False
-        return self.pid > 0
-
-
-def read_status(name: str, state_dir: Path) -> UploadStatus | None:
-    """Return the status of the remote ``name``; None if there is none."""
-    return read_note(str(state_dir / name), _STATUS_NAME, UploadStatus)
-
-
-class StatusWriter:
-    """Keeps the status of one remote; may be told from any thread."""
-
-    def __init__(
-        self,
-        name: str,
-        state_dir: Path,
-        pid: int,
-        *,
-        tell: Callable[[str, str], None] = lambda name, text: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Take the parts; ``tell`` is told of this remote what `problem` notes."""
-        self._tell = functools.partial(tell, name)
-        self._directory = str(state_dir / name)
-        self._objects: CountingObjects | None = None
-        self._pid = pid
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._written = -_INTERVAL_SECONDS
-        # Until the remote was opened, what the process before knew of it.
-        before = read_status(name, state_dir)
-        self._waiting = (
-            Waiting(0, 0, 0)
-            if before is None
-            else Waiting(before.snapshots, before.size_bytes, before.oldest_ns)
-        )
-        self._remote_id = "" if before is None else before.remote_id
-        self._other_writers = 0 if before is None else before.other_writers
-        self._waits_for = ""
-        self._unreadable = ""
-        self._forecast: UploadForecast | None = None
-        self.changed: Callable[[], None] = lambda: None
-        """Called when something changed that other hosts may want to know."""
-        self._last: UploadedSnapshot | None = None
-        self._marks = [(clock(), 0)]
-
-    def counts(self, objects: CountingObjects) -> None:
-        """Take the requests of this process from its store, which may have been away when it began."""
-        self._objects = objects
-
-    def opened(self, remote_id: str) -> None:
-        """Note that the remote was opened."""
-        self._remote_id = remote_id
-
-    def other_writers(self, number: int) -> None:
-        """Note how many other logs commit snapshots of this repository."""
-        self._other_writers = number
-
-    @property
-    def error(self) -> str:
-        """Description of what delays the upload or could not be read; empty while all is well."""
-        return self._waits_for or self._unreadable
-
-    def waiting(self, waiting: Waiting) -> None:
-        """Note what the remote lacks."""
-        self._waiting = waiting
-        self.write()
-        self.changed()
-
-    def problem(self, text: str) -> None:
-        """Note what is waited for; an empty text: nothing."""
-        self._waits_for = text
-        self.write()
-        self._tell(text)
-        self.changed()
-
-    def failed(self, text: str) -> None:
-        """Note what ended the upload, or stops it until it is tried again."""
-        self._waits_for = text
-        self.write()
-        self.changed()
-
-    def forecast(self, forecast: UploadForecast | None) -> None:
-        """Note what the remote will have at a deadline."""
-        self._forecast = forecast
-        self.write()
-
-    def unreadable(self, text: str) -> None:
-        """Note which snapshot could not be read here; an empty text: none."""
-        self._unreadable = text
-        self.changed()
-
-    def uploaded(self, snapshot: UploadedSnapshot) -> None:
-        """Note a commit."""
-        self._last = snapshot
-        self.write()
-
-    def step(self) -> None:
-        """Write the status if the last one is a second old."""
-        if self._clock() - self._written >= _INTERVAL_SECONDS:
-            self.write()
-
-    def write(self) -> None:
-        """Write the status now. What cannot be written is left out: the upload goes on."""
-        with self._lock:
-            self._written = self._clock()
-            counts = {} if self._objects is None else self._objects.counts()
-            sent = sum(count.sent_bytes for count in counts.values())
-            self._marks = [mark for mark in self._marks if self._written - mark[0] <= _RATE_SECONDS] or [
-                self._marks[-1]
-            ]
-            self._marks.append((self._written, sent))
-            began, before = self._marks[0]
-            status = UploadStatus(
-                time_ns=time.time_ns(),
-                pid=self._pid,
-                snapshots=self._waiting.snapshots,
-                size_bytes=self._waiting.size_bytes,
-                oldest_ns=self._waiting.oldest_ns,
-                waits_for=self._waits_for,
-                bytes_per_second=(sent - before) / max(self._written - began, 0.001),
-                last_snapshot=str(self._last.id) if self._last else "",
-                last_seconds=self._last.seconds if self._last else 0.0,
-                requests={kind: count.requests for kind, count in counts.items() if count.requests},
-                sent_bytes=sent,
-                received_bytes=sum(count.received_bytes for count in counts.values()),
-                remote_id=self._remote_id,
-                other_writers=self._other_writers,
-                forecast=self._forecast,
-            )
-            try:
-                write_note(self._directory, _STATUS_NAME, status, durable=False)
-            except OSError:
-                return
-
-
 # An upload is never urgent, and still must end on a busy machine.
 _MIN_SHARE: Final = 0.05
 # Time after which a remote that was refused, or a repository that is not there yet, is tried again.
 _REOPEN_SECONDS: Final = 30.0
-
 LabelsOf = Callable[[Repository, Snapshot], Labels]
 
 

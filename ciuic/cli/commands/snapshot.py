@@ -28,8 +28,8 @@ from ciuic.units import human_duration
 if TYPE_CHECKING:
     from ciuic.cli.shared.progress import Reporter
     from ciuic.protocol.control_types import SnapshotState
-    from ciuic.remote.replication import UploadStatus
     from ciuic.remote.sets import SetRequest
+    from ciuic.remote.upload_status import UploadStatus
     from ciuic.types import SetMember
 
 
@@ -152,7 +152,7 @@ def _is_stored(name: str, repository: str, snapshot_id: str) -> bool:
 
 def _upload_status(name: str) -> UploadStatus | None:
     from ciuic.protocol.stored_remotely import upload_state_dir
-    from ciuic.remote.replication import read_status
+    from ciuic.remote.upload_status import read_status
 
     return read_status(name, upload_state_dir())
 

@@ -168,7 +168,7 @@ class RemoteCopies:
 
     def _before_end(self, order: UploadOrder, repository_id: str, id_: str, root: bytes) -> UploadBeforeEnd:
         # Only here: the module imports the store's client.
-        from ciuic.remote.replication import read_status
+        from ciuic.remote.upload_status import read_status
 
         status = read_status(order.name, state_dir(self._save_dir))
         forecast = None if status is None else status.forecast
@@ -209,7 +209,7 @@ class RemoteCopies:
         self, order: UploadOrder, repository_id: str, infos: Sequence[SnapshotInfo]
     ) -> RemoteProgress:
         # Only here: the module imports the store's client.
-        from ciuic.remote.replication import read_status
+        from ciuic.remote.upload_status import read_status
 
         record = record_of(self._save_dir, order, repository_id)
         stored = frozenset() if record is None else record.stored

@@ -21,7 +21,8 @@ from typing import Final
 
 from ciuic.config import Config
 from ciuic.errors import CiuicError
-from ciuic.remote.replication import read_status, run
+from ciuic.remote.replication import run
+from ciuic.remote.upload_status import read_status
 from ciuic.repository import Repository
 from ciuic.structs import decode_json
 from ciuic.system.privileges import no_core_files

@@ -597,7 +597,7 @@ def repair_identity(place: str, as_json: bool) -> None:
     """
     from ciuic.protocol.stored_remotely import upload_state_dir
     from ciuic.remote import access
-    from ciuic.remote.replication import read_status
+    from ciuic.remote.upload_status import read_status
 
     session = current()
     config = targets.find_remote(session.config, place)

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from ciuic.config.model import RemotePrice
     from ciuic.protocol.stored_remotely import RemoteLag
     from ciuic.remote.access import Remote
-    from ciuic.remote.replication import StoredState, UploadStatus
+    from ciuic.remote.stored_facts import StoredState
+    from ciuic.remote.upload_status import UploadStatus
     from ciuic.remote.uploader import Labels
     from ciuic.repository import Repository, SnapshotInfo
     from ciuic.types import Snapshot
@@ -106,7 +107,7 @@ def status(place: str, contact: bool, as_json: bool) -> None:
 def _facts(session: Session, config: RemoteConfig, *, contact: bool) -> dict[str, Any]:
     from ciuic.protocol.last_drill import read_last_drill
     from ciuic.protocol.stored_remotely import upload_state_dir
-    from ciuic.remote.replication import read_status
+    from ciuic.remote.upload_status import read_status
 
     upload = read_status(config.name, upload_state_dir())
     drill = read_last_drill(config.name)
@@ -127,7 +128,7 @@ def _facts(session: Session, config: RemoteConfig, *, contact: bool) -> dict[str
 def _trainings(session: Session, config: RemoteConfig, upload: UploadStatus | None) -> list[dict[str, Any]]:
     """Return for each training its newest state on the remote, and the newest here."""
     from ciuic.protocol.stored_remotely import upload_state_dir
-    from ciuic.remote.replication import newest_stored_states
+    from ciuic.remote.stored_facts import newest_stored_states
     from ciuic.types import STATE_TAGS
 
     repository = session.repository
@@ -535,7 +536,7 @@ class _Waits:
 def _own_statuses(config: Config) -> list[UploadStatus]:
     """Return what this process has noted of its uploads."""
     from ciuic.protocol.stored_remotely import upload_state_dir
-    from ciuic.remote.replication import read_status
+    from ciuic.remote.upload_status import read_status
 
     found = [read_status(remote.name, upload_state_dir()) for remote in config.remotes]
     return [status for status in found if status is not None and status.pid == os.getpid()]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ciuic.protocol.stored_remotely import RemotePlace, StoredRecord, doubt_record, write_record
 from ciuic.remote.object_names import manifest_name
-from ciuic.remote.replication import StoredFacts, _Note, newest_stored_states
+from ciuic.remote.stored_facts import StoredFacts, _Note, newest_stored_states
 from ciuic.repository.notes import write_note
 
 REPOSITORY = "ab" * 16

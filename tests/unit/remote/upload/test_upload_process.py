@@ -24,7 +24,8 @@ from ciuic.remote.access import init_remote, open_remote
 from ciuic.remote.host_status import HostStatus, StatusBehind, read_statuses
 from ciuic.remote.objects.model import RemoteUnreachable
 from ciuic.remote.objects.opening import open_objects
-from ciuic.remote.replication import read_status, run
+from ciuic.remote.replication import run
+from ciuic.remote.upload_status import read_status
 from ciuic.repository import Repository
 
 _SECONDS = 60
