@@ -1,7 +1,7 @@
 """Records of restores: which paths a safety snapshot can put back, and whether that would still undo their newest change.
 
 A restore notes the paths that it is about to change, under the id of its safety snapshot, in ``restores/`` of the repository
-(repository/notes.py). A safety snapshot without a note (from an earlier version, or of a repository that could not be written)
+(repository/record_files.py). A safety snapshot without a note (from an earlier version, or of a repository that could not be written)
 stands for all of its roots.
 
 Guarantees: a note or snapshot that cannot be read or compared counts as a restore that can still be undone, because the answer
@@ -19,7 +19,7 @@ import msgspec
 
 from ciuic.errors import CiuicError, NotFound
 from ciuic.repository.lookup import root_of
-from ciuic.repository.notes import read_note, write_note
+from ciuic.repository.record_files import read_note, write_note
 from ciuic.types import Snapshot, SnapshotId
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """What a host remembers of its snapshots on a remote: facts that retention asks, sizes of manifests, and logs of other hosts.
 
-A cache in a directory of the uploader's own (records of `ciuic.repository.notes`): what it lacks is read from the manifests. It may be
+A cache in a directory of the uploader's own (records of `ciuic.repository.record_files`): what it lacks is read from the manifests. It may be
 old; what was uploaded or given up by another process shows when that has noted it.
 """
 
@@ -33,7 +33,7 @@ from ciuic.remote.uploader import (
 from ciuic.repository import Repository, SnapshotInfo
 from ciuic.repository import log as events
 from ciuic.repository.errors import UnsupportedFormat
-from ciuic.repository.notes import read_note, write_note
+from ciuic.repository.record_files import read_note, write_note
 from ciuic.repository.snapshot_format import StoredMarks, apply_marks, decode_marks, decode_snapshot
 from ciuic.types import STATE_TAGS, Snapshot, SnapshotId
 from ciuic.units import plural

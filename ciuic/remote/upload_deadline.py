@@ -25,7 +25,7 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from ciuic.protocol.stored_remotely import StoredRecordDamaged, read_state_file, write_state_file
-from ciuic.repository.notes import decode_note, encode_note
+from ciuic.repository.record_files import decode_note, encode_note
 from ciuic.system.processes import boot_id
 
 _NAME: Final = "deadline"

@@ -1,4 +1,4 @@
-"""Status of an upload for people: a record of `ciuic.repository.notes` at ``<state directory>/<name of the remote>/status``.
+"""Status of an upload for people: a record of `ciuic.repository.record_files` at ``<state directory>/<name of the remote>/status``.
 
 It may be old, and the process that wrote it dead; nothing is decided by it.
 """
@@ -22,7 +22,7 @@ from ciuic.remote.upload_deadline import (
 from ciuic.remote.uploader import (
     UploadedSnapshot,
 )
-from ciuic.repository.notes import read_note, write_note
+from ciuic.repository.record_files import read_note, write_note
 
 
 class Waiting(NamedTuple):

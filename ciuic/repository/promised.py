@@ -1,6 +1,6 @@
 """Promised snapshots: ids handed out before their snapshots were committed, and why some never were.
 
-One file for each id in ``promised/`` of the repository (notes.py). It is made when the id is handed out,
+One file for each id in ``promised/`` of the repository (record_files.py). It is made when the id is handed out,
 removed when the snapshot is committed, and gets a reason when the snapshot is given up: from then on `list`
 shows the snapshot as lost.
 
@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from ciuic.repository.notes import read_note, write_note
+from ciuic.repository.record_files import read_note, write_note
 
 PROMISED_DIR: Final = "promised"
 MAX_LOST: Final = 100

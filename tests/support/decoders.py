@@ -31,7 +31,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "ciuic/repository/byte_planes.py": ("planes", "difference in planes"),
     "ciuic/repository/byte_planes_math.py": ("planes", "difference in planes"),
-    "ciuic/repository/notes.py": ("promise of a snapshot", "note of a restore"),
+    "ciuic/repository/record_files.py": ("promise of a snapshot", "note of a restore"),
     "ciuic/repository/snapshot_format.py": (
         "snapshot",
         "snapshot payload",

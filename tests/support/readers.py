@@ -606,7 +606,7 @@ _MOUNTS = rb"""36 35 98:0 /mnt1 /mnt\0402 rw,noatime master:1 - ext3 /dev/root r
 
 
 def _json(kind: Any) -> Callable[[bytes], object]:
-    """Decode JSON as daemon/service.py, maintenance/verify.py and repository/notes.py do."""
+    """Decode JSON as daemon/service.py, maintenance/verify.py and repository/record_files.py do."""
     return _refusing(lambda data: msgspec.json.decode(data, type=kind), UnicodeDecodeError, RecursionError)
 
 

@@ -64,7 +64,7 @@ from torture.figure import Figure
 from ciuic.remote.objects.model import Objects, RemoteUnreachable
 from ciuic.remote.objects.obstore_objects import Clients, ObstoreObjects
 from ciuic.remote.objects.opening import open_objects
-from ciuic.remote.objects.prove import CreateOnlyNotKept, prove_create_only
+from ciuic.remote.objects.store_check import CreateOnlyNotKept, prove_create_only
 from ciuic.remote.objects.urls import StoreSettings, parse_url
 
 _CEPH_PROGRAMS = ("radosgw", "ceph-mon", "ceph-osd", "ceph-mgr", "ceph", "radosgw-admin", "ceph-authtool")

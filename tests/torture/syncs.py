@@ -95,7 +95,7 @@ MUTATIONS = (
     Mutation("the names of copied packs", "ciuic/maintenance/copying.py", 'disk.sync_dir(f"{where}/{PACKS_DIR}")', (_COPY,)),
     Mutation("what is gone from a copy", "ciuic/maintenance/copying.py", "disk.sync_dir(directory)", (_COPY,)),
     Mutation("the name of a copy", "ciuic/maintenance/copying.py", "disk.sync_dir(os.path", (_COPY,)),
-    Mutation("the directory of notes of losses and restores", "ciuic/repository/notes.py", "disk.sync_dir(", (_ORDER,)),
+    Mutation("the directory of notes of losses and restores", "ciuic/repository/record_files.py", "disk.sync_dir(", (_ORDER,)),
     Mutation("files of an exported folder", "ciuic/training/convert/destination.py", "os.fsync(fd)", (_ORDER,)),
     Mutation("the names in an exported folder", "ciuic/training/convert/destination.py", "os.fsync(made)", (_ORDER,)),
     Mutation("the name of an exported folder", "ciuic/training/convert/destination.py", "os.fsync(parent)", (_ORDER,)),

@@ -70,7 +70,7 @@ from ciuic.remote.writer_log import WriterLog
 from ciuic.repository.block_maps import blocks_of
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.lookup import Located, resolve
-from ciuic.repository.notes import read_note, write_note
+from ciuic.repository.record_files import read_note, write_note
 from ciuic.system.state_home import state_home
 from ciuic.types import FLAG_XATTRS_CHUNK, ChunkId, Entry, RootRecord, SnapshotId
 

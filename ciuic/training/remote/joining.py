@@ -28,7 +28,7 @@ from ciuic.remote.access import (
 )
 from ciuic.remote.errors import DamagedRemote, WrongKey
 from ciuic.remote.objects.model import Objects, RemoteRefused, RemoteUnreachable
-from ciuic.remote.objects.prove import prove_create_only
+from ciuic.remote.objects.store_check import prove_create_only
 from ciuic.remote.sealing.key_slots import SlotSecret
 from ciuic.remote.sealing.sealer import MasterKey
 from ciuic.repository import Identity

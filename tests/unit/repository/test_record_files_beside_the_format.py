@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.repository.notes import read_note, write_note
 from ciuic.repository.promised import DAMAGED, Promise, lost, promises, record_loss, record_promise
+from ciuic.repository.record_files import read_note, write_note
 
 
 class Note(msgspec.Struct):

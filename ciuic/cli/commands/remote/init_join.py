@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
     from ciuic.remote.access import Remote
     from ciuic.remote.objects.model import Objects
-    from ciuic.remote.objects.prove import Measurement, Proof
+    from ciuic.remote.objects.store_check import Measurement, Proof
     from ciuic.remote.sealing.key_slots import SlotSecret
 
 
@@ -189,7 +189,7 @@ def _refuse_remote(objects: Objects) -> None:
 
 def _prove(config: RemoteConfig) -> Proof:
     from ciuic.remote.access import configured_objects
-    from ciuic.remote.objects.prove import prove_create_only
+    from ciuic.remote.objects.store_check import prove_create_only
 
     # Over the internet it takes up to half a minute.
     note(f"trying whether {config.url} lets exactly one of several writers make an object ...")
@@ -646,13 +646,13 @@ def measure(place: str, name: str, endpoint: str, region: str, size: int, as_jso
     written, read, listed and deleted. Requests and traffic cost what the store charges for them.
     """
     from ciuic.remote.access import configured_objects
-    from ciuic.remote.objects import prove
+    from ciuic.remote.objects import store_check
 
     config = targets.find_remote(
         current().config, place, name=name, endpoint=endpoint, region=region, is_new=True
     )
     count = min(8, size)
-    found = prove.measure(
+    found = store_check.measure(
         lambda: configured_objects(config),
         object_bytes=size * _MIB // count,
         objects=count,

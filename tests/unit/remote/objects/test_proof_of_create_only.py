@@ -20,7 +20,7 @@ from ciuic.remote.objects.model import (
     RemoteUnreachable,
 )
 from ciuic.remote.objects.opening import open_objects
-from ciuic.remote.objects.prove import (
+from ciuic.remote.objects.store_check import (
     PROOF_PREFIX,
     CreateOnlyNotKept,
     ListingNotKept,

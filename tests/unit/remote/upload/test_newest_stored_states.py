@@ -7,7 +7,7 @@ from pathlib import Path
 from ciuic.protocol.stored_remotely import RemotePlace, StoredRecord, doubt_record, write_record
 from ciuic.remote.object_names import manifest_name
 from ciuic.remote.stored_facts import StoredFacts, _Note, newest_stored_states
-from ciuic.repository.notes import write_note
+from ciuic.repository.record_files import write_note
 
 REPOSITORY = "ab" * 16
 NAS = RemotePlace("nas", "memory://bucket")
