@@ -115,7 +115,7 @@ class NumberWatch:
         trouble = losses.trouble
         if trouble is None:
             self._alerts.clear(_key(number))
-        elif losses.told != trouble:
+        elif losses.reported != trouble:
             snapshot = "" if before_ns is None else self._newest_snapshot(before_ns, watched.place.path)
             text, hint, severity = trouble_text(trouble, snapshot)
             self._alerts.report(
@@ -124,7 +124,7 @@ class NumberWatch:
                 hint=hint,
                 severity=severity,
             )
-        losses.told = trouble
+        losses.reported = trouble
 
     async def _read(self, job: NumberJob) -> list[bytes]:
         output = bytearray()

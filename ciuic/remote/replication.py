@@ -505,8 +505,8 @@ class Replication:
             chosen, forecast = self._choose(uploader, plan, wanted, newest, tried)
             self._forecast(forecast)
             for one in forecast.states:
-                if plan.told.get(one.root) != (one.newest, one.outcome, one.resume):
-                    plan.told[one.root] = (one.newest, one.outcome, one.resume)
+                if plan.reported.get(one.root) != (one.newest, one.outcome, one.resume):
+                    plan.reported[one.root] = (one.newest, one.outcome, one.resume)
                     events.warning("upload_before_deadline", **_event_of(self._config.name, forecast, one))
             if chosen is None:
                 return
@@ -828,7 +828,7 @@ class _Plan:
 
     def __init__(self, deadline: UploadDeadline) -> None:
         self.deadline = deadline
-        self.told: dict[bytes, tuple[str, str, str]] = {}
+        self.reported: dict[bytes, tuple[str, str, str]] = {}
         """Newest snapshot, its outcome and that of a resume, by root, as the log has them."""
 
 

@@ -80,7 +80,7 @@ class Codec(NamedTuple):
     read_base: Callable[[], Bytes | None] = lambda: None
     """Return the checked content of the base; None if it cannot be read. Called in the thread that does the
     work."""
-    told: Callable[[Kind], None] = lambda kind: None
+    on_coded: Callable[[Kind], None] = lambda kind: None
     """Called with how the content was stored, in that thread."""
     twin: TwinBase | None = None
     """Twin, for a width of 4."""
@@ -105,7 +105,7 @@ def code(data: Bytes, codec: Codec) -> Coded:
     # Not smaller: as it is, the content is cheaper to read.
     if len(coded.stored) >= len(data):
         coded = Coded(data, "raw")
-    codec.told(coded.kind)
+    codec.on_coded(coded.kind)
     return coded
 
 

@@ -66,7 +66,7 @@ class LossWatch:
     def __init__(self) -> None:
         self.trouble: LossTrouble | None = None
         """The trouble that stands; a loss that is no number outranks a spike."""
-        self.told: LossTrouble | None = None
+        self.reported: LossTrouble | None = None
         """The trouble of which an alert speaks."""
         self._values: deque[float] = deque(maxlen=_WINDOW)
         self._calm = 0

@@ -799,7 +799,7 @@ class TrainerRegistry:
     def _look_at_losses(self, trainer: WatchedTrainer) -> None:
         before_ns = trainer.look_at_losses()
         losses = trainer.losses
-        if losses.trouble == losses.told:
+        if losses.trouble == losses.reported:
             return
         if losses.trouble is None:
             self._alerts.clear(_key(_KEY_LOSS, trainer))
@@ -812,7 +812,7 @@ class TrainerRegistry:
                 hint=hint,
                 severity=severity,
             )
-        losses.told = losses.trouble
+        losses.reported = losses.trouble
 
     async def _await_end(self, trainer: WatchedTrainer) -> None:
         try:

@@ -78,7 +78,7 @@ class KernelTimes:
                 if node.kept_mtime_ns is None:
                     node.kept_mtime_ns = stands_ns
 
-    def told(self, node: Node, mtime_ns: int | None, set_times: Callable[[], None]) -> None:
+    def note_times(self, node: Node, mtime_ns: int | None, set_times: Callable[[], None]) -> None:
         """Give the backing file, by ``set_times``, the time that the kernel sent (None: the clock's), and note it."""
         with self._lock(node):
             # In one step with the note: a close between the two put the older time back (0.7 ms off what
@@ -646,7 +646,7 @@ class Attributes:
             if change.sets_times:
                 set_times = partial(_set_times, path, change)
                 if change.mtime_ns is not None or change.mtime_now:
-                    self._times.told(node, change.mtime_ns, set_times)
+                    self._times.note_times(node, change.mtime_ns, set_times)
                 else:
                     set_times()
             # A kernel that moves the time beside the size says so in the same request: a size alone moves no

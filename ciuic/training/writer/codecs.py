@@ -267,7 +267,7 @@ class CommitCodecs:
             its_base = base.get(number)
             # One base at most for a block: a difference that has its base needs no half-precision copy.
             other = None if copy is None or (kind == "difference" and its_base) else copy
-            return Codec(kind, file.width, its_base, told=told, twin=self._codec_twin(other, number))
+            return Codec(kind, file.width, its_base, on_coded=told, twin=self._codec_twin(other, number))
 
         return of_block
 

@@ -429,7 +429,7 @@ def test_better_one_of_base_and_twin_is_used(repository: Repository, better: str
         before = put(writer, first, PLANES)
         twin = put(writer, twins_of(second), Codec("planes", 2))
         chunk = put(
-            writer, second, Codec("best", 4, before, told=reported.append, twin=rounded_of(twin).twin)
+            writer, second, Codec("best", 4, before, on_coded=reported.append, twin=rounded_of(twin).twin)
         )
         assert writer.chunks.get(chunk) == second
     assert reported == [better]
