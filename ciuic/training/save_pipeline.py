@@ -29,7 +29,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import Enum
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -248,24 +247,15 @@ class SavePipeline:
         joint = manifest.joint_save
         # The end of a sharded save is told by rank 0 alone, whatever other directories have.
         told = facts if joint is None or joint.rank == 0 else None
-        copy = partial(
-            stage,
-            self.client,
-            state,
-            facts,
-            manifest,
-            self.overlap,
-            beside=beside,
-            claim=claim,
-            request_pair=request_pair,
-        )
+        end = time.monotonic() + self._max_wait_seconds()
         try:
             with self._busy():
-                staged = copy()
-                if staged is None and may_wait:
-                    end = time.monotonic() + self._max_wait_seconds()
-                    while staged is None and self._wait_for_answer(end):
-                        staged = copy()
+                while True:
+                    staged = self._copy_to_arena(
+                        state, facts, manifest, beside=beside, claim=claim, request_pair=request_pair
+                    )
+                    if staged is not None or not may_wait or not self._wait_for_answer(end):
+                        break
         except OSError as error:
             # Most often too little memory: attempts after every step would cost the training time.
             self.outcome(error.strerror or str(error), facts=told)
@@ -287,6 +277,54 @@ class SavePipeline:
             return NotStaged.FAILED
         self._back_off_seconds = _MIN_BACK_OFF_SECONDS
         return save
+
+    def _copy_to_arena(
+        self,
+        state: GatheredState,
+        facts: Facts,
+        manifest: Manifest,
+        *,
+        beside: bool,
+        claim: Claim | None = None,
+        request_pair: Callable[[Manifest], PairRequest] | None = None,
+    ) -> StagedSave | None:
+        """Copy the state into an arena; None while there is no free one. OSError: ENOMEM, or EIO if the device fails."""
+        client, overlap = self.client, self.overlap
+        plan = _plan_arena(client, state, facts, manifest)
+        slot = client.reserve(plan.size_bytes)
+        if slot is None:
+            return None
+        copying = pair_request = None
+        try:
+            # Before the copy: the cut of the files follows 6 ms later in the median, while the state is still
+            # being copied.
+            pair_request = None if request_pair is None else request_pair(plan.manifest)
+            assert slot.arena is not None
+            with outside_inference_mode():
+                items, on_host = _split_by_device(state, _places(slot, plan), overlap)
+                copying = AsyncCopy(slot.arena, items, overlap, beside=beside) if items else None
+                # Filled while devices copy by themselves.
+                for place, value in on_host:
+                    place.fill(value)
+            plan.tail.write_fixed(slot.arena.memory)
+            return StagedSave(
+                client.next_number(),
+                slot,
+                plan.manifest,
+                plan.tail.end,
+                # A state without its document belongs to a snapshot that another rank's writer makes.
+                bool(state.document),
+                copying,
+                claim,
+                pair_request,
+            )
+        # BaseException: a signal handler of the program may raise in the middle of the copy.
+        except BaseException as error:
+            _undo_staging(client, slot, copying, pair_request)
+            # torch reports the failure of a device as a RuntimeError.
+            if isinstance(error, RuntimeError):
+                raise OSError(errno.EIO, f"copying the state from its device failed: {error}") from None
+            raise
 
     def wait_for_arena(self) -> None:
         """Wait for an arena to become free, as long as a save that may wait does."""
@@ -690,72 +728,6 @@ class StagedSave(NamedTuple):
     """Copies from devices; None if all of the state is in the arena."""
     claim: Claim | None
     pair_request: PairRequest | None
-
-
-def stage(
-    client: WriterClient,
-    state: GatheredState,
-    facts: Facts,
-    manifest: Manifest,
-    overlap: Overlap,
-    *,
-    beside: bool,
-    claim: Claim | None = None,
-    request_pair: Callable[[Manifest], PairRequest] | None = None,
-) -> StagedSave | None:
-    """Copy the state into an arena.
-
-    Args:
-        client: client of the writer process.
-        state: the gathered state.
-        facts: content of `snapshot.json`.
-        manifest: manifest without files.
-        overlap: record of the tensors that may be copied beside the training.
-        beside: True if the program may go on while devices copy.
-        claim: claim on the repository, for the writer.
-        request_pair: called right before the copy, once it is certain that there will be one.
-
-    Returns:
-        The staged state; None while there is no free arena.
-
-    Raises:
-        OSError: ENOMEM, or EIO if the device fails.
-    """
-    plan = _plan_arena(client, state, facts, manifest)
-    slot = client.reserve(plan.size_bytes)
-    if slot is None:
-        return None
-    copying = pair_request = None
-    try:
-        # Before the copy: the cut of the files follows 6 ms later in the median, while the state is still
-        # being copied.
-        pair_request = None if request_pair is None else request_pair(plan.manifest)
-        assert slot.arena is not None
-        with outside_inference_mode():
-            items, on_host = _split_by_device(state, _places(slot, plan), overlap)
-            copying = AsyncCopy(slot.arena, items, overlap, beside=beside) if items else None
-            # Filled while devices copy by themselves.
-            for place, value in on_host:
-                place.fill(value)
-        plan.tail.write_fixed(slot.arena.memory)
-        return StagedSave(
-            client.next_number(),
-            slot,
-            plan.manifest,
-            plan.tail.end,
-            # A state without its document belongs to a snapshot that another rank's writer makes.
-            bool(state.document),
-            copying,
-            claim,
-            pair_request,
-        )
-    # BaseException: a signal handler of the program may raise in the middle of the copy.
-    except BaseException as error:
-        _undo_staging(client, slot, copying, pair_request)
-        # torch reports the failure of a device as a RuntimeError.
-        if isinstance(error, RuntimeError):
-            raise OSError(errno.EIO, f"copying the state from its device failed: {error}") from None
-        raise
 
 
 def _undo_staging(

@@ -196,22 +196,22 @@ def test_every_snapshot_is_the_state_of_its_time(
     batches = torch.utils.data.DataLoader(torch.arange(1000), batch_size=1)
     taken: dict[int, dict[str, Any]] = {}
     distrusted: set[str] = set()
-    inner, distrust = save_pipeline.stage, Overlap.distrust
+    inner, distrust = save_pipeline.SavePipeline._copy_to_arena, Overlap.distrust
 
-    def stage(client: Any, state: Any, facts: Any, *arguments: Any, **options: Any) -> Any:
+    def copy_to_arena(pipeline: Any, state: Any, facts: Any, *arguments: Any, **options: Any) -> Any:
         taken[facts.step] = {
             f"{name}.{leaf.name}": leaf.value.detach().clone()
             for name, leaves in state.leaves.items()
             for leaf in leaves
             if isinstance(leaf.value, torch.Tensor)
         }
-        return inner(client, state, facts, *arguments, **options)
+        return inner(pipeline, state, facts, *arguments, **options)
 
     def note(overlap: Overlap, names: Any) -> None:
         distrusted.update(names)
         distrust(overlap, names)
 
-    monkeypatch.setattr(save_pipeline, "stage", stage)
+    monkeypatch.setattr(save_pipeline.SavePipeline, "_copy_to_arena", copy_to_arena)
     monkeypatch.setattr(Overlap, "distrust", note)
     monkeypatch.setattr(
         save_pipeline, "device_stream_of", lambda value: lane if isinstance(value, torch.Tensor) else None

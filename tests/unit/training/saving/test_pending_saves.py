@@ -79,7 +79,7 @@ class _Saves:
             lambda _: None,
             save_ended=self.ends.append,
         )
-        monkeypatch.setattr("ciuic.training.save_pipeline.stage", self._stage)
+        monkeypatch.setattr("ciuic.training.save_pipeline.SavePipeline._copy_to_arena", self._stage)
 
     def _stage(self, *_: Any, **__: Any) -> StagedSave:
         copy = _Copy(self.client.next_number(), self.events)

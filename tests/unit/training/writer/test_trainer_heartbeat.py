@@ -178,7 +178,7 @@ def test_saves_that_fail_are_counted_until_one_succeeds(
             assert (first.failed_saves, first.save_error) == (2, "no state now")
             model.state_dict = gathered  # type: ignore[method-assign]
             with monkeypatch.context() as patched:
-                patched.setattr("ciuic.training.save_pipeline.stage", no_memory)
+                patched.setattr("ciuic.training.save_pipeline.SavePipeline._copy_to_arena", no_memory)
                 optimizer.step()
             found = read_page(page)
             assert (found.failed_saves, found.save_error) == (3, "out of memory")
