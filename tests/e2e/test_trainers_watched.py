@@ -234,7 +234,10 @@ def test_a_dying_trainer_causes_an_emergency_snapshot_and_an_alert(
     apart.wait(60)
     site.run("watch", "--forget", "apart")
     site.run("watch", "--forget", "failing")
-    assert [alert.key for alert in status(site).alerts] == [f"trainer:killed:{os.getcwd()}"]
+    shown_now = status(site)
+    assert [alert.key for alert in shown_now.alerts] == [f"trainer:killed:{os.getcwd()}"]
+    # What is forgotten is no incident any more, on the page neither.
+    assert {one.trainer.name for one in shown_now.incidents} == {"killed"}
 
 
 def test_a_crash_loop_has_its_share_of_snapshots(site: Live, root: Path, hook: Hook) -> None:

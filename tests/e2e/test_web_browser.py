@@ -251,6 +251,12 @@ def test_the_overview_is_a_picture(browser: Browser, server: WebPage) -> None:
         assert page.locator("#picture a").count() >= 2
         tops = {round(one.bounding_box()["y"]) for one in page.locator(".card").all()}  # type: ignore[index]
         assert (page.locator(".card").count(), len(tops)) == (5, 1)
+        # On a telephone the newest end is what is seen.
+        page.set_viewport_size({"width": 360, "height": 700})
+        page.reload()
+        page.locator("#picture .curve").first.wait_for()
+        places = [one.bounding_box() for one in page.locator("#picture rect.flag").all()]
+        assert 0 <= max(place["x"] for place in places if place) < 360
     with _visit(browser, server, java_script_enabled=False) as visitor:
         assert visitor.page.locator("#picture rect.flag").count() >= 2
 

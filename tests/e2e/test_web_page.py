@@ -85,6 +85,37 @@ def test_a_file_goes_back_and_forth(page: WebPage, site: Site) -> None:
     assert {one["who"] for one in logged} == {"root"}
 
 
+def test_several_paths_are_chosen_restored_and_taken_back(page: WebPage, site: Site) -> None:
+    """What is chosen in a listing is restored as one, extras are removed where that is chosen, and the undo brings all back."""
+    top = site.roots[0] / "several"
+    for name in ("a", "b", "kept"):
+        (top / name).mkdir(parents=True)
+        (top / name / "file").write_text(f"{name} 1\n")
+    site.snapshot()
+    id_ = page.run("list", "--machine-readable").stdout.partition("|")[0]
+    for name in ("a", "b", "kept"):
+        (top / name / "file").write_text(f"{name} 2\n")
+    (top / "b/extra").write_text("made later\n")
+    assert f'value="{quote(f"{top}/a")}"' in page.ask(f"/files?{place(top, id_)}").text
+    chosen = "&".join(f"also{at}={quote(quote(f'{top}/{name}'))}" for at, name in enumerate("ab"))
+    restore = page.ask(f"/restore?s={id_}&{chosen}")
+    assert "2 paths" in restore.text
+    form = {"csrf": restore.csrf, "dest": "", "delete": "1"}
+    plan = page.follow(page.ask(f"/plan?s={id_}&{chosen}", form))
+    assert f"{top}/b/extra" in plan.text
+    assert "<dt>Removed</dt><dd>1" in plan.text
+    # Of several paths the directory above them is typed, and the form has all that was planned.
+    target = action(plan.text, "/act")
+    assert page.ask(target, {"csrf": plan.csrf, "kind": "restore", "typed": "a"}).status == 400
+    done = page.follow(page.ask(target, {"csrf": plan.csrf, "kind": "restore", "typed": "several"}))
+    assert "is done" in done.text
+    found = {str(one.relative_to(top)): one.read_text() for one in top.rglob("*") if one.is_file()}
+    assert found == {"a/file": "a 1\n", "b/file": "b 1\n", "kept/file": "kept 2\n"}
+    safety = done.text.partition('action="/act?s=')[2].partition("&")[0]
+    assert "is done" in page.act("undo", f"s={safety}").text
+    assert (top / "b/extra").read_text() == "made later\n"
+
+
 def test_names_and_contents_are_text(page: WebPage, site: Site) -> None:
     """A name that is markup, and bytes that are no text, are shown escaped, lead to the file, and can be restored."""
     path = os.fsencode(site.roots[0]) + b"/" + _ODD
@@ -123,6 +154,10 @@ def test_snapshots_are_taken_held_and_forgotten(page: WebPage) -> None:
     page.act("hold", f"s={id_}", message="for a test")
     assert "for a test" in page.ask(f"/snapshot?s={id_}").text
     page.act("release", f"s={id_}")
+    page.act("tag", f"s={id_}", add="of-the-page")
+    assert "of-the-page" in page.ask(f"/snapshot?s={id_}").text
+    page.act("tag", f"s={id_}", removeq="of-the-page")
+    assert "of-the-page" not in page.ask(f"/snapshot?s={id_}").text
     assert page.act("forget", f"s={id_}", typed="cs-other").status == 400
     assert id_ in page.run("list").stdout
     page.act("forget", f"s={id_}", typed=id_)

@@ -60,6 +60,10 @@ _STATES: Final[Mapping[str, Literal["start", "success", "fail"]]] = {
 log = structlog.get_logger(__name__)
 
 
+_MAX_TITLE: Final = 90
+"""Characters of what happened in the subject of a mail: a telephone shows as many."""
+
+
 def message_of(notice: AlertNotice) -> NotifyJob:
     """Return the message of a notice, without its places."""
     is_over = notice.event in ("alert_cleared", "trainer_recovered")
@@ -68,8 +72,11 @@ def message_of(notice: AlertNotice) -> NotifyJob:
         lines.append(f"emergency snapshot: {notice.snapshot}")
     if notice.left_out:
         lines.append(f"{notice.left_out} more like this were not told")
+    summary = one_line(notice.message)
+    if len(summary) > _MAX_TITLE:
+        summary = f"{summary[:_MAX_TITLE].rpartition(' ')[0] or summary[:_MAX_TITLE]} …"
     return NotifyJob(
-        title=f"[{notice.host}] {'over: ' if is_over else ''}{notice.key}",
+        title=f"[{notice.host}] {'over: ' if is_over else ''}{summary}",
         text="\n".join(filter(None, lines)),
         kind="success" if is_over else "warning" if notice.severity == "warning" else "failure",
     )

@@ -55,6 +55,7 @@ from ciuic.daemon.trainers.registry import (
     write_journal,
 )
 from ciuic.errors import Busy, CiuicError, NotFound, NotPermitted, UsageError
+from ciuic.printable import escaped
 from ciuic.protocol.control_types import Incident, SnapshotRequest, TrainerStatus
 from ciuic.protocol.heartbeat_page import check_page
 from ciuic.protocol.peer_socket import Caller
@@ -459,8 +460,18 @@ class TrainerWatch:
         return list(self._incidents)
 
     def forget(self, trainer: str) -> None:
-        """Stop watching a trainer, by name or pid, and clear its alerts; raise NotFound where there is none."""
-        if not self._trainers.forget(trainer):
+        """Stop watching a trainer, by name or pid, clear its alerts and forget its incidents; raise NotFound where there is none."""
+        kept = [
+            one
+            for one in self._incidents
+            if trainer not in (one.trainer.name, escaped(one.trainer.name), str(one.trainer.pid))
+        ]
+        # Of a training that is dead an alert may be gone, after a restart of the daemon, and the incident still be shown.
+        had_incidents = len(kept) < len(self._incidents)
+        self._incidents = kept
+        if self._trainers.forget(trainer) or had_incidents:
+            self._note()
+        else:
             raise NotFound(
                 f"no trainer {trainer} is watched, and no alert speaks of one", hint="see: ciuic status"
             )

@@ -95,12 +95,25 @@ def test_a_mail_has_what_happened_and_what_to_do() -> None:
         assert (done.returncode, done.stdout + done.stderr) == (0, b"")
     (data,) = mail.mails
     found = message_from_bytes(data)
-    assert str(make_header(decode_header(found["Subject"]))) == "[gpu1] space"
+    assert (
+        str(make_header(decode_header(found["Subject"]))) == "[gpu1] the store's file system has 1 GiB free"
+    )
     parts = [part for part in found.walk() if part.get_content_type() == "text/plain"]
     text = parts[0].get_payload(decode=True)
     assert isinstance(text, bytes)
     for expected in (b"has 1 GiB free", b"ciuic prune", b"host gpu1"):
         assert expected in text
+
+
+def test_a_subject_says_what_happened() -> None:
+    """On one line, cut at a word; of an alert that is over as well."""
+    long = msgspec.structs.replace(NOTICE, message="a\nname " + "word " * 40, event="alert_cleared")
+    title = message_of(long).title
+    assert title.startswith("[gpu1] over: a\\nname word")
+    assert title.endswith("word …")
+    assert len(title) < 120
+    unbroken = msgspec.structs.replace(NOTICE, message="x" * 500)
+    assert message_of(unbroken).title == f"[gpu1] {'x' * 90} …"
 
 
 def test_a_webhook_and_a_hook_of_slacks_format_get_the_message() -> None:
@@ -111,7 +124,10 @@ def test_a_webhook_and_a_hook_of_slacks_format_get_the_message() -> None:
         done = deliver(msgspec.structs.replace(message_of(NOTICE), urls=urls))
         assert (done.returncode, done.stdout + done.stderr) == (0, b"")
     found = {path: json.loads(body) for path, body in web.requests}
-    assert (found["/hook"]["title"], found["/hook"]["type"]) == ("[gpu1] space", "failure")
+    assert (found["/hook"]["title"], found["/hook"]["type"]) == (
+        "[gpu1] the store's file system has 1 GiB free",
+        "failure",
+    )
     assert "has 1 GiB free" in found["/hook"]["message"]
     assert "has 1 GiB free" in found["/hooks/abcdef0123456789"]["text"]
 

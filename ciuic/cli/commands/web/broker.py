@@ -41,14 +41,16 @@ from ciuic.system.disk import Disk
 from ciuic.system.shell_quoting import word
 from ciuic.types import SnapshotId
 
-Kind = Literal["plan", "restore", "undo", "snapshot", "hold", "release", "forget", "drill", "stop"]
-CHANGES: Final = frozenset({"restore", "undo", "snapshot", "hold", "release", "forget", "drill"})
+Kind = Literal["plan", "restore", "undo", "snapshot", "hold", "release", "tag", "forget", "drill", "stop"]
+CHANGES: Final = frozenset({"restore", "undo", "snapshot", "hold", "release", "tag", "forget", "drill"})
 """Actions that change something, if only what is known of it, and are in the log."""
 _MAX_ACTIONS: Final = 8
 _STATUS_SECONDS: Final = 1.5
 _MAX_OUTPUT_BYTES: Final = 256 << 20
 _MAX_TEXT: Final = 1000
 _MAX_DIGITS: Final = 16
+MAX_PATHS: Final = 100
+"""Paths of one restore."""
 _MAX_ITEMS: Final = 500
 """Paths of a plan that the page shows."""
 _LOG_NAME: Final = "actions.log"
@@ -66,10 +68,14 @@ class Order(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     grant: str = ""
     """Token of the grant by which it is wanted."""
     snapshot: str = ""
-    path: str = ""
-    """Path to restore, percent-encoded."""
+    paths: tuple[str, ...] = ()
+    """Paths to restore, percent-encoded."""
     dest: str = ""
-    """Directory that gets it, encoded likewise; empty to put it in its place, over what is there."""
+    """Directory that gets them, encoded likewise; empty to put them in their places, over what is there."""
+    delete: bool = False
+    """Below these paths what the snapshot does not have is removed, too."""
+    add_tag: str = ""
+    remove_tag: str = ""
     message: str = ""
     typed: str = ""
     """Confirmation that the person typed (`to_be_typed`)."""
@@ -161,13 +167,21 @@ def words_of(order: Order) -> list[str | bytes]:
     if order.kind in ("plan", "restore"):
         which = f"--snapshot={id_}" if id_ else "--last-good"
         beside = [b"--dest=" + _path(order.dest)] if order.dest else ["--overwrite=always"]
+        # Newer checkpoints that go are in the plan, which has been confirmed.
+        delete = ["--delete", *([] if is_plan else ["--yes"])] if order.delete else []
         last = ["--plan"] if is_plan else []
-        return ["restore", which, b"--path=" + _path(order.path), *beside, *last, "--json"]
+        paths = [b"--path=" + path for path in _paths(order)]
+        return ["restore", which, *paths, *beside, *delete, *last, "--json"]
     if order.kind == "undo":
         return ["undo", id_, "--json"]
     if order.kind == "hold":
         _check_text(order.message)
         return ["hold", id_, f"--message={order.message or f'by {order.who}'}", "--json"]
+    if order.kind == "tag":
+        changes = [("--add", order.add_tag), ("--remove", order.remove_tag)]
+        for _, tag in changes:
+            _check_text(tag)
+        return ["tag", id_, *(f"{option}={tag}" for option, tag in changes if tag), "--json"]
     if order.kind == "release":
         return ["release", id_, "--json"]
     if order.kind == "forget":
@@ -178,7 +192,7 @@ def words_of(order: Order) -> list[str | bytes]:
 def to_be_typed(order: Order) -> str:
     """Return what a person types to confirm what overwrites or deletes; empty where nothing has to be (`rights.TYPED`)."""
     if order.kind == "restore":
-        return last_name(_path(order.dest or order.path))
+        return last_name(_path(order.dest) if order.dest else posixpath.commonpath(_paths(order)))
     return order.snapshot if order.kind in TYPED else ""
 
 
@@ -202,6 +216,12 @@ def _id(text: str) -> SnapshotId:
 def _check_text(text: str) -> None:
     if len(text) > _MAX_TEXT or not text.isprintable():
         raise UsageError(f"a message is one line of at most {_MAX_TEXT:,} characters")
+
+
+def _paths(order: Order) -> list[bytes]:
+    if not 0 < len(order.paths) <= MAX_PATHS:
+        raise UsageError(f"a restore is of 1 to {MAX_PATHS} paths, and this one of {len(order.paths)}")
+    return [_path(one) for one in order.paths]
 
 
 def _path(text: str) -> bytes:

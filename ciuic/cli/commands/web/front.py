@@ -73,7 +73,7 @@ from ciuic.repository import SnapshotInfo
 from ciuic.repository.lookup import is_within, join
 from ciuic.structs import convert, decode_json
 from ciuic.system.shell_quoting import word
-from ciuic.types import is_safety
+from ciuic.types import FACT_TAGS, is_safety
 from ciuic.units import human_duration, human_size, plural
 from ciuic.verdicts.records import DatedCheckpoint
 from ciuic.verdicts.verdict import SUFFIXES
@@ -140,6 +140,17 @@ class Asked(NamedTuple):
     def path(self, name: str = "p") -> bytes:
         """Return a field that is a path. Raises UsageError."""
         return path_of(self.get(name))
+
+    def paths(self) -> list[bytes]:
+        """Return the path ``p``, or the percent-encoded ones of the fields ``also…``. Raises UsageError."""
+        also = [
+            unquote(text, errors="surrogateescape")
+            for name, text in self.fields.items()
+            if name.startswith("also")
+        ]
+        if not also:
+            return [self.path()]
+        return [path_of(text) for text in also]
 
     def number(self, name: str) -> int:
         """Return a field that is a number from 0 on; 0 if it is missing or none."""
@@ -736,15 +747,13 @@ class Front:
     # -- hands
 
     async def _restore(self, asked: Asked) -> Reply:
-        path = asked.path()
+        paths = asked.paths()
 
         def question(reading: Reading) -> dict[str, Any]:
             repository, snapshot = reading.snapshot(asked.get("s"))
-            located = reading.located(repository, snapshot, path)
             return {
                 "snapshot": snapshot,
-                "path": located.path,
-                "entry": located.entry,
+                "found": [reading.located(repository, snapshot, path) for path in paths],
             }
 
         return await self._rendered("restore.html", asked, question)
@@ -757,8 +766,13 @@ class Front:
                     "who": asked.person.name,
                     "grant": asked.person.grant.token,
                     "snapshot": asked.get("s"),
-                    "path": quote_from_bytes(asked.path()) if asked.get("p") else "",
+                    "paths": [quote_from_bytes(path) for path in asked.paths()]
+                    if kind in ("plan", "restore")
+                    else [],
                     "dest": quote_from_bytes(asked.path("dest")) if asked.get("dest") else "",
+                    "delete": bool(asked.get("delete")),
+                    "add_tag": asked.get("add"),
+                    "remove_tag": asked.get("remove"),
                     "message": asked.get("message"),
                     "typed": asked.get("typed"),
                     "action": asked.number("n"),
@@ -779,8 +793,9 @@ class Front:
         fields = {
             "n": begun.action,
             "s": order.snapshot,
-            "pq": order.path,
+            **{f"also{at}": path for at, path in enumerate(order.paths)},
             "destq": order.dest,
+            "delete": "1" if order.delete else "",
             "good": asked.get("good"),
         }
         query = urlencode(fields, quote_via=quote)
@@ -793,7 +808,7 @@ class Front:
 
     async def _plan(self, asked: Asked) -> Reply:
         """Show what a restore would do; the form below it asks for the name of what is written."""
-        path = asked.path()
+        paths = asked.paths()
         progress = await self._now(asked.number("n"))
         if progress.words != shown_words(words_of(self._order(asked, "plan"))):
             raise UsageError("this is not the plan of that restore", hint="ask for the plan again")
@@ -802,11 +817,12 @@ class Front:
             document = progress.document or {}
             chosen = document.get("last_good", {}).get("snapshot") or asked.get("s")
             repository, snapshot = reading.snapshot(chosen)
-            located = reading.located(repository, snapshot, path)
             plan = document.get("plan")
             return {
                 "snapshot": snapshot,
-                "path": located.path,
+                "paths": [reading.located(repository, snapshot, path).path for path in paths],
+                "above": (asked.path("dest") if asked.get("dest") else b"") or posixpath.commonpath(paths),
+                "delete": bool(asked.get("delete")),
                 "dest": asked.path("dest") if asked.get("dest") else b"",
                 "progress": progress,
                 "plan": plan,
@@ -967,7 +983,7 @@ def _templates() -> jinja2.Environment:
         "mode": stat.filemode,
         "steps": _steps,
     }
-    made.globals |= {"ago": _ago, "ago_of": _ago_of, "zone": _zone}
+    made.globals |= {"ago": _ago, "ago_of": _ago_of, "zone": _zone, "fact_tags": FACT_TAGS}
     # Compiled now, and not at the first page of each kind.
     for name in made.list_templates():
         made.get_template(name)

@@ -69,12 +69,13 @@ ACTIONS: Final = {
     "snapshot": Right.DECIDE,
     "hold": Right.DECIDE,
     "release": Right.DECIDE,
+    "tag": Right.DECIDE,
     "forget": Right.DECIDE,
     "drill": Right.DECIDE,
 }
 """Right that each action of the broker needs."""
 TYPED: Final = {
-    "restore": "last name of the path or directory that is written",
+    "restore": "last name of the path or directory that is written, or of the directory above several paths",
     "undo": "id of the safety snapshot",
     "forget": "id of the snapshot",
 }

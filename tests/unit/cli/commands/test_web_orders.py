@@ -22,19 +22,22 @@ _NAMES = st.binary(min_size=1, max_size=20).map(lambda name: name.replace(b"/", 
 def test_a_path_is_one_word_and_never_an_option(names: list[bytes]) -> None:
     """Whatever a path has in it, it is the value of --path, byte by byte."""
     path = b"/" + b"/".join(names)
-    words = words_of(Order(kind="restore", who="a", snapshot="cs-abcdef", path=quote_from_bytes(path)))
+    words = words_of(Order(kind="restore", who="a", snapshot="cs-abcdef", paths=(quote_from_bytes(path),)))
     assert words == ["restore", "--snapshot=cs-abcdef", b"--path=" + path, "--overwrite=always", "--json"]
 
 
 @pytest.mark.parametrize(
     "order",
     [
-        Order(kind="restore", who="a", snapshot="cs-abcdef", path="relative"),
-        Order(kind="restore", who="a", snapshot="cs-abcdef", path="/a/%2E%2e/b"),
-        Order(kind="restore", who="a", snapshot="cs-abcdef", path="/a%00b"),
-        Order(kind="restore", who="a", snapshot="--help", path="/a"),
-        Order(kind="restore", who="a", snapshot="latest", path="/a"),
-        Order(kind="restore", who="a", snapshot="cs-abcdef", path="/a", dest="b"),
+        Order(kind="restore", who="a", snapshot="cs-abcdef", paths=("relative",)),
+        Order(kind="restore", who="a", snapshot="cs-abcdef", paths=("/a/%2E%2e/b",)),
+        Order(kind="restore", who="a", snapshot="cs-abcdef", paths=("/a%00b",)),
+        Order(kind="restore", who="a", snapshot="--help", paths=("/a",)),
+        Order(kind="restore", who="a", snapshot="latest", paths=("/a",)),
+        Order(kind="restore", who="a", snapshot="cs-abcdef", paths=("/a",), dest="b"),
+        Order(kind="restore", who="a", snapshot="cs-abcdef"),
+        Order(kind="restore", who="a", snapshot="cs-abcdef", paths=("/a",) * 101),
+        Order(kind="tag", who="a", snapshot="cs-abcdef", add_tag="two\nlines"),
         Order(kind="forget", who="a", snapshot="--all"),
         Order(kind="undo", who="a"),
         Order(kind="snapshot", who="a", message="two\nlines"),
@@ -50,13 +53,14 @@ def test_what_is_no_order_is_refused(order: Order) -> None:
 @pytest.mark.parametrize(
     ("order", "typed"),
     [
-        (Order(kind="restore", who="a", snapshot="cs-abcdef", path="/home/anna/a%0Ab"), r"a\nb"),
-        (Order(kind="restore", who="a", snapshot="cs-abcdef", path="/a", dest="/etc/cron.d/"), "cron.d"),
-        (Order(kind="restore", who="a", snapshot="cs-abcdef", path="/"), "/"),
+        (Order(kind="restore", who="a", snapshot="cs-abcdef", paths=("/home/anna/a%0Ab",)), r"a\nb"),
+        (Order(kind="restore", who="a", snapshot="cs-abcdef", paths=("/a",), dest="/etc/cron.d/"), "cron.d"),
+        (Order(kind="restore", who="a", snapshot="cs-abcdef", paths=("/",)), "/"),
+        (Order(kind="restore", who="a", snapshot="cs-abcdef", paths=("/run/a", "/run/b/c")), "run"),
         (Order(kind="undo", who="a", snapshot="cs-abcdef"), "cs-abcdef"),
         (Order(kind="forget", who="a", snapshot="cs-abcdef"), "cs-abcdef"),
         *(
-            (Order(kind=kind, who="a", snapshot="cs-abcdef", path="/a"), "")
+            (Order(kind=kind, who="a", snapshot="cs-abcdef", paths=("/a",)), "")
             for kind in ACTIONS.keys() - TYPED.keys()
         ),
     ],

@@ -142,7 +142,7 @@ def test_the_broker_decides_by_the_grant(tmp_path: Path) -> None:
     def order(kind: Any, right: Right) -> broker.Order:
         token = grants.of(Caller(4321, frozenset({_GIDS[right]}))).token
         return broker.Order(
-            kind=kind, who="root", grant=token, snapshot="cs-abcdef", path="/a/b",
+            kind=kind, who="root", grant=token, snapshot="cs-abcdef", paths=("/a/b",),
             typed={"restore": "b"}.get(kind, "cs-abcdef"),
         )  # fmt: skip
 
