@@ -525,6 +525,6 @@ class ErrorDocument(_Document):
 
 
 def rfc3339(time_ns: int) -> str:
-    """Format an instant in local time with its offset, to the second, as every ``--json`` document of ciuic has it."""
+    """Format an instant in local time with its offset, to the second, as the documents of the daemon have it (those of snapshots: `ciuic.cli.shared.times`)."""
     # Divided as integers, because isoformat() adds a fraction to a time that is not a whole second.
     return datetime.fromtimestamp(time_ns // 1_000_000_000).astimezone().isoformat()
