@@ -64,8 +64,6 @@ log = structlog.get_logger(__name__)
 
 
 class _Notice(msgspec.Struct, frozen=True):
-    """A notice that stands."""
-
     cause: str
     by_seconds: float
     """The end, on the monotonic clock."""

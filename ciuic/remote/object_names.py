@@ -113,7 +113,7 @@ def new_hex_id() -> str:
 
 
 def new_pack_ref(kind: PackKind) -> PackRef:
-    """Return the reference of a new pack."""
+    """Return a reference with 128 random bits, which no pack has had."""
     return PackRef(_KIND_LETTERS[kind] + new_hex_id())
 
 
@@ -146,7 +146,7 @@ def pack_prefix(kind: PackKind) -> str:
 
 
 def parse_pack(name: str) -> PackRef | None:
-    """Return the reference of the pack with this name, or None."""
+    """Return the reference of the pack with this name; None for what names no pack."""
     found = _PACK.match(name)
     return PackRef(found[1][0] + found[3]) if found else None
 
@@ -181,7 +181,7 @@ def slot_name(slot: str) -> str:
 
 
 def parse_slot(name: str) -> str | None:
-    """Return the slot of this name, or None."""
+    """Return the slot of the object of this name; None for what names no slot."""
     found = _SLOT_NAME.match(name)
     return found[1] if found else None
 
@@ -205,7 +205,7 @@ def parse_log_entry(name: str) -> LogPosition | None:
 
 
 def round_name(round_: int, part: RoundPart = "begun") -> str:
-    """Return the name of an object of round ``round_``."""
+    """Return the name of the beginning, the decision or the end of round ``round_``."""
     return f"{ROUNDS_PREFIX}{_digits(round_)}{_PARTS[part]}"
 
 
@@ -278,7 +278,7 @@ def manifest_name(
 
 
 def parse_manifest(name: str) -> ManifestName | None:
-    """Return the labels in the name of a manifest, or None."""
+    """Return the labels in the name of a manifest; None for what names none."""
     found = _MANIFEST.match(name)
     return ManifestName(found[1], int(found[2]), int(found[3]), found[4], found[5]) if found else None
 

@@ -170,11 +170,11 @@ class PackTables:
         return found - 1 if found else None
 
     def set_lost(self, number: int) -> None:
-        """Store `lost`."""
+        """Set `lost` to this number of packs."""
         self._index.set_fact(_LOST_FACT, number + 1)
 
     def all(self) -> list[RemotePack]:
-        """Return every pack."""
+        """Return every pack that the index knows, with its size and number of records."""
         rows = self._db.execute("SELECT ref, size, modified_ns, records FROM remote_packs")
         return [
             RemotePack(PackRef(ref), size, modified_ns, records) for ref, size, modified_ns, records in rows

@@ -1043,7 +1043,6 @@ class _RemoteUpload:
 
     @property
     def name(self) -> str:
-        """Name of the remote."""
         return self._remote.name
 
     def urge(self, urgent: bool) -> None:

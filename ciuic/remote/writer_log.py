@@ -170,7 +170,7 @@ class WriterLog:
 
     @property
     def next_number(self) -> int:
-        """Number of the next entry."""
+        """Number of the next entry of this host's log, from 0."""
         return self._next
 
     @property

@@ -128,7 +128,7 @@ class ReadArena:
         self.memory = memoryview(self._map)
 
     def close(self) -> None:
-        """Unmap the arena."""
+        """Unmap the arena; `memory` and what was made of it cannot be read any more."""
         self.memory.release()
         self._map.close()
 

@@ -34,7 +34,6 @@ class Difference:
     """Value in the resumed run."""
 
     def __str__(self) -> str:
-        """Return the difference as a sentence."""
         when = "as it was put back" if self.step == 0 else f"after step {self.step}"
         return f"{self.where} differs {when}: {self.before} in the run itself, {self.after} when resumed"
 

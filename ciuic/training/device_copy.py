@@ -196,7 +196,7 @@ class TorchDeviceStream:
         self._module.current_stream(self._device).wait_event(mark.event)
 
     def clone(self, value: Any) -> Any:
-        """Return a copy on the device."""
+        """Return a copy on the device, without gradients, on the current stream."""
         return value.detach().clone()
 
     def digest(self, values: Sequence[Any]) -> Any:

@@ -405,7 +405,6 @@ class PreemptionWatch:
         return max(0.0, preempted.deadline - time.monotonic() - _END_SECONDS)
 
     def _may_end(self, preempted: Preempted) -> bool:
-        """Return whether the program may end for this preemption."""
         goes_on = self._rule.then == "continue" or (self._rule.then == "as before" and not preempted.signal)
         return preempted.certain and not goes_on
 

@@ -50,8 +50,6 @@ A rank's own state is megabytes: a larger length is an error or an attack, and i
 
 
 class _Tensor(msgspec.Struct, array_like=True):
-    """A tensor with its content."""
-
     name: str
     dtype: str
     """Name of the dtype in safetensors."""

@@ -685,7 +685,6 @@ class CriticalSection:
         self._pid = os.getpid()
 
     def __enter__(self) -> None:
-        """Enter the section."""
         # A child that was forked inside of the section has a lock that no thread of it will ever release.
         if self._pid != os.getpid():
             self._lock, self._pid, self.depth = threading.RLock(), os.getpid(), 0
@@ -693,7 +692,6 @@ class CriticalSection:
         self.depth += 1
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Leave the section."""
         self.depth -= 1
         self._lock.release()
         # Not while an exception is on its way out: what was deferred may raise SystemExit in its place.

@@ -48,7 +48,7 @@ _BYTES_PER_SECOND: Final = 4 << 20
 
 
 class Imported(NamedTuple):
-    """Result of an import."""
+    """Snapshot that an import has made, and what could not become part of it."""
 
     id: str
     """Id of the snapshot, which is durable."""

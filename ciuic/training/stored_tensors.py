@@ -261,7 +261,11 @@ class SavedState:
         return own, tuple((part, one.content, one.map_height, one.size_bytes) for part, one in entries)
 
     def tensor(self, name: str) -> StoredTensor:
-        """Return where the tensor is."""
+        """Return where the tensor is.
+
+        Raises:
+            Damaged: what the state says of it is malformed.
+        """
         described = self._tensors[name]
         try:
             if described.own["$"] == "sharded":

@@ -97,12 +97,12 @@ class TensorVersion(NamedTuple):
 
     @property
     def nan(self) -> int:
-        """Return the number of NaN."""
+        """Return the number of NaN in all tensors."""
         return sum(one.nan for one in self.tensors.values())
 
     @property
     def inf(self) -> int:
-        """Return the number of infinities."""
+        """Return the number of infinities in all tensors."""
         return sum(one.inf for one in self.tensors.values())
 
     @property

@@ -34,7 +34,6 @@ class Subscription:
         self._closed = False
 
     def push(self, event: Event) -> None:
-        """Queue an event."""
         self._waiting.append(event)
         self._wake.set()
 

@@ -89,7 +89,6 @@ class Notifier:
         self._send(f"FDSTOREREMOVE=1\nFDNAME={name}")
 
     def close(self) -> None:
-        """Close the socket."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

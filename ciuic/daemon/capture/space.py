@@ -389,6 +389,5 @@ class _Level:
             raise
 
     def close(self) -> None:
-        """Close its descriptors."""
         self.entries.close()
         os.close(self.fd)

@@ -184,7 +184,6 @@ class PendingSnapshot:
 
     @property
     def id(self) -> str:
-        """Id of the snapshot."""
         return self.record.id
 
     @property

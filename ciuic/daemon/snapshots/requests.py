@@ -315,7 +315,6 @@ class Snapshots:
         return [*failure, *(pending.state for pending in self._queue.unfinished())]
 
     def pending_records(self) -> list[PendingRecord]:
-        """Return the records of queued snapshots."""
         return [pending.record for pending in self._queue]
 
     def scheduled_roots(self) -> set[str]:

@@ -296,7 +296,6 @@ class DirectoryObjects:
 
     @contextlib.contextmanager
     def _file(self, name: str) -> Iterator[tuple[int, os.stat_result]]:
-        """Open the file of an object."""
         check_name(name)
         *parents, base = name.split("/")
         with self._root() as root:

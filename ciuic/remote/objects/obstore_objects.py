@@ -163,7 +163,7 @@ class Clients:
         return self._make(_LONGEST_TIMEOUT)
 
     def sending(self, size_bytes: int) -> ObjectStore:
-        """Return the client for a body of this size."""
+        """Return the client whose time limit suffices for a body of this size."""
         if size_bytes <= _TIMEOUTS[0][0]:
             return self.small
         return self._middle if size_bytes <= _TIMEOUTS[1][0] else self._large

@@ -57,7 +57,7 @@ Operation = Literal["open", "put", "create", "get", "ranges", "tail", "info", "l
 
 
 class Frame(NamedTuple):
-    """One frame."""
+    """Piece of a stream: a message, a part of a body, or a sign of life of a request."""
 
     number: int
     kind: int
@@ -119,7 +119,7 @@ ERRORS: Final[dict[str, Callable[[Reply, str], CiuicError]]] = {
 
 
 def head(number: int, kind: int, length: int) -> bytes:
-    """Return the head of a frame."""
+    """Return the head of a frame with ``length`` bytes of payload."""
     return HEAD.pack(number, kind, length)
 
 

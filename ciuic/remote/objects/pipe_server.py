@@ -296,7 +296,6 @@ class _Server:
         return 0
 
     def _call(self, request: Request, body: bytearray) -> tuple[Reply, Sequence[Bytes]]:
-        """Return the result of a request: the reply and its body."""
         name = request.name
         if request.operation == "open":
             return self._opened(request), ()

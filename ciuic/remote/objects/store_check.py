@@ -36,7 +36,7 @@ class ListingNotKept(CiuicError):
 
 
 class Proof(NamedTuple):
-    """Result of a proof."""
+    """What proved that a store keeps create-only, and what is left of it there."""
 
     races: int
     racers: int

@@ -263,7 +263,7 @@ class RateLimit:
 
     @property
     def bytes_per_second(self) -> float | None:
-        """The rate; None for no limit."""
+        """Rate in bytes a second; None for no limit."""
         return self._rate
 
     def change(self, bytes_per_second: float | None) -> None:

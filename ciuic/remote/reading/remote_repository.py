@@ -504,7 +504,6 @@ def _scrub_remote(
 
 
 def _damages(reader: SpaceReader, repository: Repository, number: int) -> list[PackDamage]:
-    """Return the damage of a pack."""
     # Those below 0 have no table: the caller has reported them.
     if number < 0:
         return []

@@ -194,7 +194,7 @@ class ThawJobs:
         return sorted(jobs, key=lambda job: (job.created_ns, job.id))
 
     def remove(self, job: ThawJob) -> None:
-        """Forget a job."""
+        """Remove the note of a job; nothing is asked of the store."""
         (self.path / f"{job.id}{_JOB_SUFFIX}").unlink(missing_ok=True)
 
 
@@ -331,7 +331,7 @@ class ColdPack(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of its object."""
+        """Name of the pack's object in the remote."""
         return pack_name(self.ref)
 
 

@@ -37,7 +37,7 @@ _MAX_RANKS: Final = 100_000
 
 
 class Exported(NamedTuple):
-    """Result of an export."""
+    """What an export has written, and what its format could not hold."""
 
     id: str
     """Id of the snapshot."""

@@ -46,11 +46,9 @@ class ForeignDirectory:
         self._opened: dict[str, _Version] = {}
 
     def __enter__(self) -> ForeignDirectory:
-        """Return the directory."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         os.close(self._fd)
 
     def names(self) -> list[str]:

@@ -174,7 +174,6 @@ class RankFiles(Layout):
 
 
 def _leaf(item: WriteItem, tensor: torch.Tensor) -> Leaf:
-    """Return the tensor as a leaf of a state."""
     try:
         plain = tensors.as_plain(tensor.detach())
     except tensors.Unsaveable as error:

@@ -145,7 +145,6 @@ class _SnapshotSource:
         return str(self.save_dir) if candidate.remote == HERE else self._training.opener(candidate)
 
     def close(self) -> None:
-        """Close the remotes."""
         self._training.close()
 
     def _here(self) -> list[SnapshotInfo]:
@@ -325,7 +324,6 @@ class CiuicStorageReader(StorageReader):
 
     @property
     def _snapshot(self) -> SnapshotRef:
-        """Snapshot that is read."""
         return SnapshotRef(self._place, self.id)
 
     def _find(self) -> RemoteCandidate:

@@ -182,7 +182,7 @@ class Files:
         read_file(self._repository, self.entry(name), into, first_block)
 
     def known_start(self, name: str) -> bytes | None:
-        """Return None: files are read for it."""
+        """Return None: nothing is known of a file before it is read."""
         return None
 
     def read(self, name: str) -> bytearray:
@@ -459,11 +459,10 @@ class PiecewiseTensor:
         return block
 
     def whole(self) -> Any:
-        """Return the whole tensor."""
+        """Return the whole tensor in memory, put together from its pieces."""
         return self.read((0,) * len(self.shape), self.shape)
 
     def _region(self, piece: StoredPiece) -> Region:
-        """Return the block that a piece is."""
         where = piece.where
         return piece.offsets, piece_sizes(where.dtype, where.shape, self._dtype.itemsize)
 

@@ -334,7 +334,7 @@ class RemoteTraining:
 
     @property
     def names(self) -> Collection[str]:
-        """Names of the remotes."""
+        """Names of the configured remotes, opened or not."""
         return self._remotes.keys()
 
     def member_of(self, candidate: RemoteCandidate) -> SetMember | None:

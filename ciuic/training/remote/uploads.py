@@ -104,14 +104,14 @@ class UploadOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, remote: RemoteConfig) -> UploadOrder:
-        """Return the order for a remote."""
+        """Return the settings of a remote as the process that uploads takes them."""
         values = {name: getattr(remote, name) for name in cls.__struct_fields__ if name not in _CONVERTED}
         key_file = None if remote.key_file is None else str(remote.key_file)
         seconds = remote.schedule.interval_seconds
         return cls(**values, key_file=key_file, interval_seconds=seconds, keep=asdict(remote.keep))
 
     def config(self) -> RemoteConfig:
-        """Return the remote."""
+        """Return the settings as the configuration has them: the reverse of `of`."""
         # Only here: each writer process imports this module, and needs no configuration.
         from ciuic.config import RemoteConfig
         from ciuic.config.model import RemoteSchedule
@@ -149,12 +149,12 @@ class UploadLock:
 
     @classmethod
     def users(cls, save_dir: str, name: str) -> UploadLock:
-        """Return the lock of those that save."""
+        """Return the lock that trainings share while they save into the directory."""
         return cls(save_dir, name, _USERS)
 
     @classmethod
     def uploader(cls, save_dir: str, name: str) -> UploadLock:
-        """Return the lock of the process that uploads."""
+        """Return the lock that lets one process upload to the remote."""
         return cls(save_dir, name, _UPLOADER)
 
     def acquire(self, *, shared: bool = False, wait: bool = False) -> bool:

@@ -765,7 +765,7 @@ class CountedPass:
         epochs.ask()
 
     def fetched(self) -> None:
-        """Count a batch."""
+        """Count a batch of this pass, and tell who watches for batches that are read ahead."""
         self.one.batches += 1
         self.epochs.read_ahead.fetched()
 
@@ -783,12 +783,10 @@ class ReportingIterator:
     """Iterator of a loader, which goes on after an error as the loader's own does, and reports each fetch."""
 
     def __init__(self, inner: Any, counted: CountedPass) -> None:
-        """Report the fetches from an iterator."""
         self._inner = inner
         self._counted: CountedPass | None = counted
 
     def __iter__(self) -> ReportingIterator:
-        """Return the iterator itself."""
         return self
 
     def __next__(self) -> Any:
@@ -884,7 +882,7 @@ class Epochs:
 
     @property
     def taken(self) -> int:
-        """Batches taken of epoch `epoch`."""
+        """Batches taken of epoch `epoch`; 0 where it has not begun."""
         return self.now.batches if self.now.is_pending else 0
 
     def _epoch(self) -> Pass:

@@ -548,11 +548,9 @@ class _Count:
         self._holder, self._name = holder, name
 
     def get_state(self) -> int:
-        """Return the number."""
         return int(vars(self._holder)[self._name])
 
     def set_state(self, state: int) -> None:
-        """Replace the number."""
         vars(self._holder)[self._name] = state
 
 

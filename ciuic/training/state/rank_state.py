@@ -235,7 +235,6 @@ def _put_buffers(module: Any, buffers: Mapping[str, Any]) -> None:
 
 
 def _weights(objects: Mapping[str, Any]) -> dict[str, tuple[str, tuple[float, ...]]]:
-    """Return `RankState.weights`."""
     torch = sys.modules.get("torch")
     found = {}
     for name, value in objects.items():

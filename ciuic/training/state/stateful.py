@@ -160,7 +160,6 @@ def load_into(value: object, state: Any, name: str) -> None:
 
 
 def _is_keras_model(value: object) -> bool:
-    """Return whether a value is a Keras model or layer."""
     return hasattr(value, "trainable_variables") and _has_weights(value)
 
 

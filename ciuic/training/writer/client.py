@@ -167,7 +167,7 @@ class WriterClient:
 
     @property
     def repository(self) -> str:
-        """Path of the repository."""
+        """Path of the repository that the writer process stores in."""
         return self._begin.repository
 
     @property
@@ -542,5 +542,5 @@ def _prepare(arena: Arena, also: Sequence[Callable[[Arena], None]]) -> None:
 
 
 def manifest_files(files: Iterable[tuple[str, int, int, int]]) -> list[ManifestFile]:
-    """Return files as a manifest lists them."""
+    """Return files of (path, offset, size in bytes, bytes per number) as a manifest lists them."""
     return [ManifestFile(*file) for file in files]

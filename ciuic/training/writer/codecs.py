@@ -296,7 +296,6 @@ class _BlockKinds:
             self.kinds.add(kind)
 
     def outcome(self) -> _FileOutcome:
-        """Return the outcome of the file."""
         only = next(iter(self.kinds)) if len(self.kinds) == 1 else "best"
         return _FileOutcome(only, "difference" in self.kinds, self._had_base, self._had_copy, 0)
 

@@ -23,7 +23,7 @@ _LOCK_WAIT_SECONDS: Final = 60.0
 
 
 def tag(path: Path, snapshot: str, tags: Iterable[str]) -> None:
-    """Add tags to a snapshot."""
+    """Add tags to a snapshot, beside those that it has; durable on return."""
     with Repository.open(path) as repository:
         id_ = repository.snapshots.resolve(snapshot)
         with repository.writer(wait_seconds=_LOCK_WAIT_SECONDS, command="tag") as writer:

@@ -143,7 +143,7 @@ class PairAnswer:
         return Pair(of="filesystem", problem=problem or "the daemon's answer cannot be read")
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection to the daemon; an answer that has not come is not waited for."""
         if self._connection is not None:
             self._connection.close()
 
