@@ -258,9 +258,7 @@ def _decode(request: Request, kind: type[_T]) -> _T:
     try:
         # No body is a request in which no field is set, as `curl -X POST` sends it.
         return decode_json(request.body or b"{}", kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        # msgspec lets two errors through as they are: for text that is not UTF-8, and for nesting without
-        # end.
+    except msgspec.DecodeError as error:
         raise UsageError(f"the request cannot be read: {error}") from error
 
 

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,6 @@ import structlog
 
 from ciuic.fuse_layer.system import mounts
 from ciuic.fuse_layer.tracking.gate import HoldExpired
-from ciuic.protocol.socket_http import socket_address
 from ciuic.protocol.worker_frames import (
     MAX_REQUEST_BYTES,
     FrameError,
@@ -32,11 +30,10 @@ from ciuic.protocol.worker_frames import (
     send_frame,
 )
 from ciuic.structs import convert
+from ciuic.system.unix_sockets import bind, credentials
 
 log = structlog.get_logger(__name__)
 
-_CREDENTIALS = struct.Struct("@iII")
-"""struct ucred of unix(7): pid, uid, gid."""
 # Each connection is a thread and a descriptor of the process that serves the job.
 _MAX_CONNECTIONS = 32
 # No controller may stop the job for longer, whatever timeout it asks for.
@@ -162,7 +159,8 @@ class ControlServer:
         self._extra_status = extra_status
         self._connections: set[_Connection] = set()
         self._closing = False
-        self._listener = _listen(socket_path)
+        self._listener = bind(socket_path, socket.SOCK_STREAM)
+        self._listener.listen(_MAX_CONNECTIONS)
         self._inode = _inode_of(socket_path)
 
     def start(self) -> None:
@@ -197,7 +195,7 @@ class ControlServer:
                 time.sleep(_ACCEPT_PAUSE_SECONDS)
                 continue
             # The socket's mode keeps others out already. It may have been changed by mistake.
-            if not _is_ours(sock):
+            if credentials(sock).uid not in (0, os.geteuid()):
                 log.warning("control_connection_of_another_user_refused")
                 sock.close()
                 continue
@@ -391,35 +389,9 @@ def _number(request: Mapping[str, Any], field: str) -> float:
     return value
 
 
-def _is_ours(sock: socket.socket) -> bool:
-    """Return whether root or our own user connected."""
-    # The socket's mode refuses other users already; modes can be changed by mistake.
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(credentials)
-    return uid in (0, os.geteuid())
-
-
 def _inode_of(path: str) -> tuple[int, int] | None:
     try:
         facts = os.stat(path)
     except FileNotFoundError:
         return None
     return facts.st_dev, facts.st_ino
-
-
-def _listen(path: str) -> socket.socket:
-    """Return a listening socket at ``path``, 0600, in place of the socket that a dead worker may have left there."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        with socket_address(path) as address:
-            # fchmod before bind sets the mode that the name gets: there is no moment at which others may
-            # connect.
-            os.fchmod(listener.fileno(), 0o600)
-            listener.bind(address)
-        listener.listen(_MAX_CONNECTIONS)
-    except BaseException:
-        listener.close()
-        raise
-    return listener

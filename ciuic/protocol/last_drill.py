@@ -70,7 +70,7 @@ def decode_drill(data: bytes) -> LastDrill:
     """Return the record in ``data``. StoredRecordDamaged for anything else."""
     try:
         return decode_json(data, LastDrill)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise StoredRecordDamaged(f"it is no record of a drill: {error}") from error
 
 
@@ -125,7 +125,7 @@ def decode_drills(data: bytes) -> list[LastDrill]:
     """Return the records in ``data``, newest first. StoredRecordDamaged for anything else."""
     try:
         return decode_json(data, list[LastDrill])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise StoredRecordDamaged(f"it is no record of drills: {error}") from error
 
 

@@ -11,7 +11,6 @@ and for a restart alike; only the job that it carries out says which (org.freede
 
 from __future__ import annotations
 
-import array
 import os
 import socket
 import subprocess
@@ -22,6 +21,7 @@ import trio
 
 from ciuic.system.child_process import find_program, program_environment
 from ciuic.system.service_manager import unit_of
+from ciuic.system.unix_sockets import rights
 
 # SD_LISTEN_FDS_START of sd_listen_fds(3).
 _LISTEN_FDS_START = 3
@@ -97,9 +97,8 @@ class Notifier:
     def _send(self, message: str, fds: Sequence[int] = ()) -> None:
         if self._socket is None:
             return
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
-            self._socket.sendmsg([message.encode()], rights, 0, self._address)
+            self._socket.sendmsg([message.encode()], rights(fds), 0, self._address)
         except OSError as error:
             log.warning("service_manager_not_told", message=message.split("\n")[0], error=str(error))
 

@@ -13,11 +13,10 @@ repository and ended. The exit status is 0 when it was written; otherwise the co
 from __future__ import annotations
 
 import os
-from typing import TypeVar
 
 import msgspec
 
-from ciuic.structs import json_decoder
+from ciuic.structs import decode_json
 from ciuic.system.io_throttle import PaceState
 from ciuic.system.urgency import Urgency
 from ciuic.types import LeftOut, Pair, SetMember
@@ -164,13 +163,6 @@ class Failed(msgspec.Struct, kw_only=True, frozen=True, tag_field="event", tag="
 
 Message = CaptureProgress | Done | Failed
 
-_encoder = msgspec.json.Encoder()
-_job_decoder = json_decoder(CaptureJob)
-_message_decoder: msgspec.json.Decoder[Message] = json_decoder(Message)
-
-
-_T = TypeVar("_T")
-
 
 def printable(path: str | bytes) -> str:
     r"""Return a path as text for JSON, with bytes that are no UTF-8 as \xNN.
@@ -184,26 +176,20 @@ def printable(path: str | bytes) -> str:
 
 def encode_job(job: CaptureJob) -> bytes:
     """Return a job as one line, newline included."""
-    return _encoder.encode(job) + b"\n"
+    return msgspec.json.encode(job) + b"\n"
 
 
 def decode_job(data: bytes) -> CaptureJob:
-    """Return a job; raise msgspec.ValidationError or DecodeError for anything else."""
-    return _decode(_job_decoder, data)
+    """Return a job; raise msgspec.DecodeError for anything else."""
+    return decode_json(data, CaptureJob)
 
 
 def encode_message(message: Message) -> bytes:
     """Return a message as one line, newline included."""
-    return _encoder.encode(message) + b"\n"
+    return msgspec.json.encode(message) + b"\n"
 
 
 def decode_message(line: bytes) -> Message:
-    """Return a message; raise msgspec.ValidationError or DecodeError for anything else."""
-    return _decode(_message_decoder, line)
-
-
-def _decode(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:
-    try:
-        return decoder.decode(data)
-    except (UnicodeDecodeError, RecursionError) as error:  # msgspec lets these two through as they are
-        raise msgspec.DecodeError(str(error)) from error
+    """Return a message; raise msgspec.DecodeError for anything else."""
+    message: Message = decode_json(line, Message)
+    return message

@@ -34,6 +34,7 @@ from ciuic.daemon.roots.worker_process import (
 )
 from ciuic.fuse_layer.prefork import keeper, messages
 from ciuic.fuse_layer.prefork.client import SpareProcess
+from ciuic.system.unix_sockets import credentials
 
 # Time limit for the answer of a predecessor's keeper: longer than the start of a worker, which may be in
 # progress there.
@@ -83,7 +84,7 @@ class _Predecessor:
 
     def kill_if_silent(self) -> None:
         """Kill a keeper that has left a request unanswered: it would go on with sessions that another one holds by now."""
-        pid = messages.listener_pid(self._socket)
+        pid = credentials(self._socket).pid
         if self._is_silent and b"ciuic.fuse_layer.standby" in Path(f"/proc/{pid}/cmdline").read_bytes():
             log.error("keeper_hangs", pid=pid)
             os.kill(pid, signal.SIGKILL)

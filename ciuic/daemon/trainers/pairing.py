@@ -47,13 +47,12 @@ from ciuic.protocol.pairing import (
     Cut,
     Files,
     Known,
-    PairRefused,
     States,
     Taken,
     decode_question,
     text_of,
 )
-from ciuic.protocol.peer_socket import Caller
+from ciuic.protocol.peer_socket import Caller, Refused
 from ciuic.system.slurm import is_job_tag
 from ciuic.types import PAIRED, Pair, SnapshotId
 from ciuic.units import plural
@@ -220,7 +219,7 @@ class Pairing:
             return await self._cut(asked, caller)
         except CiuicError as error:
             log.info("pair_refused", uid=caller.uid, error=error.message)
-            return PairRefused(error.message, error.hint, error.exit_code)
+            return Refused.of(error)
 
     # -- states of snapshots
 

@@ -47,9 +47,9 @@ from ciuic.fuse_layer.prefork import messages
 from ciuic.fuse_layer.prefork.messages import ForkedChild
 from ciuic.fuse_layer.prefork.service import Forker
 from ciuic.fuse_layer.system import mounts
-from ciuic.protocol.socket_http import connect
 from ciuic.protocol.worker_client import peer_pid
 from ciuic.protocol.worker_frames import send_frame
+from ciuic.system.unix_sockets import connect
 
 START_SECONDS: Final = 20.0
 """Time limit of a successor's start, after which it is killed. A daemon that connects waits a little longer

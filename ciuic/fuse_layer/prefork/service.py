@@ -15,7 +15,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,11 +27,10 @@ from ciuic.fuse_layer.prefork import messages
 from ciuic.fuse_layer.prefork.messages import WORKER
 from ciuic.system.child_process import environment, module_command
 from ciuic.system.poll import readable
+from ciuic.system.unix_sockets import credentials
 
 _FIRST_LISTENED_FD: Final = 3
 """SD_LISTEN_FDS_START of sd_listen_fds(3)."""
-_CREDENTIALS: Final = struct.Struct("@iII")
-"""struct ucred of unix(7): pid, uid, gid."""
 _BEATS_PER_PERIOD: Final = 3
 """Notifications in a period of the watchdog: one that is late does not end this process."""
 _MAX_KEPT_STATUSES: Final = 1024
@@ -153,8 +151,7 @@ class Forker:
             log.warning("connection_not_accepted", error=str(error))
             time.sleep(_PAUSE_SECONDS)
             return
-        size = _CREDENTIALS.size
-        _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+        uid = credentials(connection).uid
         # The socket's mode keeps others out already. What answers here hands out processes with the
         # capabilities of a worker and, in a keeper, the sessions of mounted roots.
         if uid != os.geteuid():

@@ -32,7 +32,7 @@ from ciuic.remote.objects.model import (
     RemoteUnreachable,
     TooLargeObject,
 )
-from ciuic.structs import msgpack_decoder
+from ciuic.structs import decode_msgpack
 
 VERSION: Final = 1
 MAGIC: Final = b"\0ciuic-objects\n"
@@ -103,10 +103,6 @@ class Reply(msgspec.Struct, omit_defaults=True):
     append_only: bool = False
 
 
-_ENCODER: Final = msgspec.msgpack.Encoder()
-_REQUESTS: Final = msgpack_decoder(Request)
-_REPLIES: Final = msgpack_decoder(Reply)
-
 ERRORS: Final[dict[str, Callable[[Reply, str], CiuicError]]] = {
     "NoSuchObject": lambda reply, name: NoSuchObject(name),
     "TooLargeObject": lambda reply, name: TooLargeObject(name, reply.size_bytes),
@@ -118,16 +114,6 @@ ERRORS: Final[dict[str, Callable[[Reply, str], CiuicError]]] = {
 """Errors that a server names, and how the client raises them again."""
 
 
-def head(number: int, kind: int, length: int) -> bytes:
-    """Return the head of a frame."""
-    return HEAD.pack(number, kind, length)
-
-
-def encode(message: Request | Reply) -> bytes:
-    """Return a message as the payload of its frame."""
-    return _ENCODER.encode(message)
-
-
 def decode_request(payload: bytes) -> Request:
     """Return the request of a frame.
 
@@ -135,8 +121,8 @@ def decode_request(payload: bytes) -> Request:
         Damaged: it is none.
     """
     try:
-        return _REQUESTS.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return decode_msgpack(payload, Request)
+    except msgspec.DecodeError as error:
         raise Damaged(f"not a request for objects: {error}") from None
 
 
@@ -147,8 +133,8 @@ def decode_reply(payload: bytes) -> Reply:
         NonsenseReply: it is none.
     """
     try:
-        return _REPLIES.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return decode_msgpack(payload, Reply)
+    except msgspec.DecodeError as error:
         raise NonsenseReply(f"what was answered is no reply of ciuic remote serve: {error}") from None
 
 

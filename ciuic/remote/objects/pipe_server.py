@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
+import msgspec
+
 from ciuic import __version__
 from ciuic.errors import CiuicError, Damaged
 from ciuic.remote.objects.directory_objects import DirectoryObjects
@@ -33,6 +35,7 @@ from ciuic.remote.objects.pipe_protocol import (
     ALIVE,
     ALIVE_SECONDS,
     BODY,
+    HEAD,
     IDLE_SECONDS,
     MAGIC,
     MAX_FRAME_BYTES,
@@ -42,9 +45,7 @@ from ciuic.remote.objects.pipe_protocol import (
     Reply,
     Request,
     decode_request,
-    encode,
     error_reply,
-    head,
     pieces,
     read_frame,
 )
@@ -264,9 +265,9 @@ class _Server:
             finally:
                 self._bodies.give_back(len(body))
                 body.clear()
-            payload = encode(reply)
+            payload = msgspec.msgpack.encode(reply)
             if len(payload) > MAX_FRAME_BYTES:
-                payload = encode(error_reply(RemoteRefused("the reply is too long")))
+                payload = msgspec.msgpack.encode(error_reply(RemoteRefused("the reply is too long")))
                 parts = ()
             self._send(number, MESSAGE, payload)
             for piece in pieces(parts):
@@ -394,7 +395,7 @@ class _Server:
 
     def _send(self, number: int, kind: int, payload: Bytes) -> None:
         with self._sending:
-            self._write(head(number, kind, len(payload)))
+            self._write(HEAD.pack(number, kind, len(payload)))
             self._write(payload)
 
     def _write(self, data: Bytes) -> None:

@@ -23,6 +23,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
+import msgspec
+
 from ciuic.errors import CiuicError, Damaged, UsageError
 from ciuic.remote.objects.model import (
     MAX_OBJECT_BYTES,
@@ -37,6 +39,7 @@ from ciuic.remote.objects.model import (
 from ciuic.remote.objects.pipe_protocol import (
     ALIVE,
     BODY,
+    HEAD,
     MAGIC,
     MAX_NOISE_BYTES,
     MESSAGE,
@@ -45,8 +48,6 @@ from ciuic.remote.objects.pipe_protocol import (
     Reply,
     Request,
     decode_reply,
-    encode,
-    head,
     pieces,
     raised,
     read_frame,
@@ -421,7 +422,7 @@ class _Connection:
             self._calls[number] = call
         try:
             with self._sending_body if parts else contextlib.nullcontext():
-                self._send(number, MESSAGE, encode(request))
+                self._send(number, MESSAGE, msgspec.msgpack.encode(request))
                 for part in parts:
                     self._send(number, BODY, part)
         except OSError:
@@ -449,7 +450,7 @@ class _Connection:
         with self._sending:
             if self._failure is not None:
                 raise BrokenPipeError
-            rest = [memoryview(head(number, kind, len(payload))), memoryview(payload)]
+            rest = [memoryview(HEAD.pack(number, kind, len(payload))), memoryview(payload)]
             while rest:
                 sent = os.writev(self._write_fd, rest)
                 while rest and sent >= len(rest[0]):
