@@ -14,11 +14,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
 
+from ciuic.fuse_layer.core.overlay_core import OverlayCore
 from ciuic.fuse_layer.system import mounts
 from ciuic.fuse_layer.tracking.gate import HoldExpired
 from ciuic.protocol.worker_frames import (
@@ -40,63 +41,6 @@ _MAX_CONNECTIONS = 32
 _MAX_HOLD_SECONDS = 60.0
 _LAST_ANSWER_SECONDS = 2.0
 _ACCEPT_PAUSE_SECONDS = 0.1
-
-
-class CutLike(Protocol):
-    """Result of the core's ``cut`` (core/overlay_core.py)."""
-
-    @property
-    def epoch(self) -> int:
-        """Number of the epoch that was sealed."""
-
-    @property
-    def cut_ns(self) -> int:
-        """Wall clock of the cut."""
-
-    @property
-    def hold_us(self) -> int:
-        """Time for which changing operations were held."""
-
-
-class Controllable(Protocol):
-    """The control half of the overlay core (core/overlay_core.py)."""
-
-    @property
-    def undo_fd(self) -> int:
-        """Descriptor of the directory that holds the undo log."""
-
-    def status(self) -> Mapping[str, Any]:
-        """Return the fields of a status reply."""
-
-    def writers(self) -> list[bytes]:
-        """Return the paths of files with a handle that can write."""
-
-    def name_events(self, rules: Sequence[tuple[str, str]], *, dirty: bool) -> Mapping[str, Any]:
-        """Count what happens to names, and return the counts since the last call."""
-
-    def prepare_cut(self, timeout_seconds: float) -> None:
-        """Prepare a hold."""
-
-    def hold(self, timeout_seconds: float) -> int:
-        """Hold every change; return a token."""
-
-    def cut(self) -> CutLike:
-        """Hold, cut, release and seal."""
-
-    def cut_held(self, token: int) -> CutLike:
-        """Cut under a hold."""
-
-    def release_hold(self, token: int) -> None:
-        """End a hold."""
-
-    def seal(self, epoch: int) -> None:
-        """Write the sealed file of an epoch that was cut."""
-
-    def committed(self, epoch: int) -> None:
-        """End an epoch of which a snapshot exists."""
-
-    def abort(self, epoch: int) -> None:
-        """Give a sealed epoch up."""
 
 
 class RequestRefused(Exception):
@@ -135,7 +79,7 @@ class ControlServer:
 
     def __init__(
         self,
-        core: Controllable,
+        core: OverlayCore,
         socket_path: str,
         *,
         backing_fd: int,

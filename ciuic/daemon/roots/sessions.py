@@ -25,7 +25,6 @@ from typing import Final
 import structlog
 import trio
 
-from ciuic.daemon.base.systemd import Notifier
 from ciuic.daemon.roots.worker_process import (
     OverlayWorker,
     WorkerOptions,
@@ -34,6 +33,7 @@ from ciuic.daemon.roots.worker_process import (
 )
 from ciuic.fuse_layer.prefork import keeper, messages
 from ciuic.fuse_layer.prefork.client import SpareProcess
+from ciuic.system.sd_daemon import Notifier
 from ciuic.system.unix_sockets import credentials
 
 # Time limit for the answer of a predecessor's keeper: longer than the start of a worker, which may be in

@@ -17,7 +17,6 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, Final, NoReturn
 
 import structlog
@@ -27,10 +26,9 @@ from ciuic.fuse_layer.prefork import messages
 from ciuic.fuse_layer.prefork.messages import WORKER
 from ciuic.system.child_process import environment, module_command
 from ciuic.system.poll import readable
+from ciuic.system.sd_daemon import Notifier, take_stored_fds
 from ciuic.system.unix_sockets import credentials
 
-_FIRST_LISTENED_FD: Final = 3
-"""SD_LISTEN_FDS_START of sd_listen_fds(3)."""
 _BEATS_PER_PERIOD: Final = 3
 """Notifications in a period of the watchdog: one that is late does not end this process."""
 _MAX_KEPT_STATUSES: Final = 1024
@@ -45,56 +43,12 @@ def is_activated() -> bool:
     return os.environ.get("LISTEN_PID") == str(os.getpid())
 
 
-def _activated_listener() -> socket.socket:
-    """Return the socket on which systemd listens for this process; take its variables out of the environment."""
-    for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"):
-        os.environ.pop(name, None)
-    listener = socket.socket(fileno=_FIRST_LISTENED_FD)
-    listener.set_inheritable(False)
-    return listener
-
-
-class _WatchdogNotifier:
-    """Sender of watchdog notifications to systemd (sd_notify(3), WATCHDOG=1); sends none without WATCHDOG_USEC.
-
-    While the forking process hangs, the job of a worker that dies waits: systemd ends the process, and starts
-    another one.
-    """
-
-    def __init__(self, address: str = "", period_seconds: float = 0) -> None:
-        self.milliseconds = (
-            int(period_seconds * 1000 / _BEATS_PER_PERIOD) if address and period_seconds else None
-        )
-        self._address = "\0" + address[1:] if address.startswith("@") else address
-        self._socket: socket.socket | None = None
-        if self.milliseconds is not None:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-
-    @classmethod
-    def from_environment(cls) -> _WatchdogNotifier:
-        """Return the notifier that the environment asks for; remove its variables, so that workers send nothing in our name."""
-        address, period = (os.environ.pop(name, "") for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC"))
-        os.environ.pop("WATCHDOG_PID", None)
-        return cls(address, int(period) / 1e6 if period.isdigit() else 0)
-
-    def beat(self) -> None:
-        """Tell systemd that this process answers.
-
-        Errors are ignored: workers do not depend on systemd reading them.
-        """
-        if self._socket is not None:
-            with suppress(OSError):
-                self._socket.sendto(b"WATCHDOG=1", self._address)
-
-    def close(self) -> None:
-        """Close the socket, in a process that was forked: it must not notify for its parent."""
-        if self._socket is not None:
-            self._socket.close()
-
-
 def serve() -> messages.ForkedChild | None:
     """Fork workers for ever; return in each process that is forked."""
-    return Forker(_activated_listener(), _WatchdogNotifier.from_environment()).serve()
+    # Their variables are removed, so that workers take no socket for theirs and notify nobody in our name.
+    (listener_fd,) = take_stored_fds(os.environ, os.getpid()).values()
+    notifier = Notifier.from_environment(os.environ, os.getpid())
+    return Forker(socket.socket(fileno=listener_fd), notifier).serve()
 
 
 class Forker:
@@ -103,9 +57,9 @@ class Forker:
     Single-threaded, because fork(2) copies the calling thread alone.
     """
 
-    def __init__(self, listener: socket.socket, watchdog: _WatchdogNotifier | None = None) -> None:
+    def __init__(self, listener: socket.socket, notifier: Notifier | None = None) -> None:
         self._listener = listener
-        self._watchdog = watchdog or _WatchdogNotifier()
+        self._notifier = notifier or Notifier()
         self._connections: dict[int, socket.socket] = {}
         self._children: dict[int, int] = {}
         """Process number by pidfd."""
@@ -115,9 +69,13 @@ class Forker:
 
     def serve(self) -> messages.ForkedChild | None:
         """Answer requests for ever; return in each process that is forked."""
+        period_seconds = self._notifier.watchdog_seconds
+        pause_ms = int(period_seconds * 1000 / _BEATS_PER_PERIOD) if period_seconds else None
         while True:
-            self._watchdog.beat()
-            fd = self._next_ready(self._watchdog.milliseconds)
+            # While this process hangs, the job of a worker that dies waits: systemd ends it, and starts another one.
+            if pause_ms is not None:
+                self._notifier.watchdog()
+            fd = self._next_ready(pause_ms)
             child = self._handle(fd) if fd is not None else None
             if child is not None:
                 return child
@@ -255,7 +213,8 @@ class Forker:
             connection.close()
         for pidfd in self._children:
             os.close(pidfd)
-        self._watchdog.close()
+        # A process that was forked must not notify for its parent.
+        self._notifier.close()
 
 
 # Variables by which systemd passes sockets to a process (sd_listen_fds(3)) and asks it for notifications
@@ -268,7 +227,7 @@ _SYSTEMD_VARIABLES = (
 
 def exec_standby() -> NoReturn:
     """Replace this process by one that forks workers for a daemon that asks on the socket passed by systemd."""
-    if os.environ.get("LISTEN_PID") != str(os.getpid()):
+    if not is_activated():
         raise UsageError(
             "expected a listening socket from systemd (LISTEN_PID), got none",
             hint="systemctl start ciuic-workers.socket; `ciuic daemon` alone needs no such process",

@@ -16,7 +16,9 @@ References:
 
 from __future__ import annotations
 
+import os
 import struct
+import time
 from collections.abc import Callable, Sequence
 from typing import Annotated, Final, Literal, NamedTuple
 
@@ -33,6 +35,7 @@ from ciuic.remote.objects.model import (
     TooLargeObject,
 )
 from ciuic.structs import decode_msgpack
+from ciuic.system.poll import readable
 
 VERSION: Final = 1
 MAGIC: Final = b"\0ciuic-objects\n"
@@ -176,6 +179,41 @@ def read_frame(read: Callable[[int], bytes]) -> Frame | None:
     if len(payload) < length:
         raise Damaged("the stream ended within a frame")
     return Frame(number, kind, payload)
+
+
+def read_exactly(fd: int, length: int, goes_on: Callable[[float], bool]) -> bytes:
+    """Return so many bytes; fewer at the end.
+
+    Args:
+        fd: pipe.
+        length: number of bytes.
+        goes_on: asked each second in which nothing comes, with the seconds since something did; False ends the wait.
+    """
+    parts = []
+    last = time.monotonic()
+    while length:
+        if not readable(fd, 1.0):
+            if not goes_on(time.monotonic() - last):
+                break
+            continue
+        part = os.read(fd, length)
+        if not part:
+            break
+        last = time.monotonic()
+        parts.append(part)
+        length -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def write_frame(fd: int, number: int, kind: int, payload: bytes | bytearray | memoryview) -> None:
+    """Write a frame whole. OSError."""
+    rest = [memoryview(HEAD.pack(number, kind, len(payload))), memoryview(payload)]
+    while rest:
+        sent = os.writev(fd, rest)
+        while rest and sent >= len(rest[0]):
+            sent -= len(rest.pop(0))
+        if rest:
+            rest[0] = rest[0][sent:]
 
 
 def pieces(parts: Sequence[bytes | bytearray | memoryview]) -> list[memoryview]:
