@@ -27,6 +27,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from ciuic.errors import Busy, CiuicError, NotPermitted, Unreachable, UsageError
+from ciuic.printable import path_text
 from ciuic.protocol.peer_socket import Refused, runtime_dir
 from ciuic.structs import decode_msgpack
 from ciuic.system.poll import readable, receive_queued
@@ -126,11 +127,6 @@ def pair_socket(environment: Mapping[str, str]) -> str:
     return f"{runtime_dir(environment)}/{SOCKET_NAME}"
 
 
-def text_of(path: str | os.PathLike[str]) -> str:
-    r"""Return a path as text for a message; bytes that are not UTF-8 become ``\xNN``, and the text leads to no file then."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
-
-
 def ask(path: str, question: Question) -> socket.socket:
     """Send a question without waiting; return the connection on which the answer will arrive.
 
@@ -222,7 +218,7 @@ def states(
             if pair.of == "filesystem":
                 files.add(pair.id)
     found: dict[str, State] = {}
-    own = text_of(os.path.realpath(repository))
+    own = path_text(os.path.realpath(repository))
     for path, ids in wanted.items():
         # Each repository is listed once, however many pairs it has.
         there = set(names) if path == own else _names(path)

@@ -12,8 +12,6 @@ repository and ended. The exit status is 0 when it was written; otherwise the co
 
 from __future__ import annotations
 
-import os
-
 import msgspec
 
 from ciuic.structs import decode_json
@@ -137,7 +135,7 @@ class Done(msgspec.Struct, kw_only=True, frozen=True, tag_field="event", tag="do
     """Files of which at least one block was read."""
     bytes_read: int
     modes: dict[str, str]
-    """Mode of each root (`printable`): tracked, full or offline."""
+    """Mode of each root (`path_text`): tracked, full or offline."""
     seconds: float
     commit_seconds: float = 0.0
     """Part of `seconds` that the commit took, after everything was read."""
@@ -162,16 +160,6 @@ class Failed(msgspec.Struct, kw_only=True, frozen=True, tag_field="event", tag="
 
 
 Message = CaptureProgress | Done | Failed
-
-
-def printable(path: str | bytes) -> str:
-    r"""Return a path as text for JSON, with bytes that are no UTF-8 as \xNN.
-
-    For display, not for opening files.
-    """
-    # A JSON string cannot hold what os.fsdecode makes of other bytes: a capture of a root with such a name
-    # failed after its snapshot was committed.
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def encode_job(job: CaptureJob) -> bytes:

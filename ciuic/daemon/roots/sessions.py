@@ -13,7 +13,6 @@ keeper has them. A failure costs the third holder of a session and nothing else,
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import signal
 import socket
@@ -73,7 +72,7 @@ class _Predecessor:
         if self._is_silent:
             raise TimeoutError("the keeper hangs")
         try:
-            self._socket.send(json.dumps({"do": what, "root": root}).encode())
+            messages.send(self._socket, {"do": what, "root": root})
             answer, fds = messages.receive(self._socket)
         except TimeoutError:
             self._is_silent = True

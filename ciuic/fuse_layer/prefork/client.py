@@ -27,10 +27,10 @@ from ciuic.fuse_layer.prefork.messages import (
     UNKNOWN_STATUS,
     WORKER,
     listen_for_daemons,
+    send,
 )
 from ciuic.system.child_process import module_command
 from ciuic.system.poll import readable
-from ciuic.system.unix_sockets import rights
 
 _ANSWER_SECONDS: Final = 10.0
 """Timeout of an answer. The process may still be importing everything, on a busy host."""
@@ -214,7 +214,7 @@ class SpareProcess:
             if self._socket is None:
                 return None
             try:
-                self._socket.sendmsg([json.dumps(what).encode()], rights(fds))
+                send(self._socket, what, fds)
                 # SOCK_SEQPACKET: an answer is one packet, and an empty one is the end of the connection.
                 answer = self._socket.recv(MESSAGE_BYTES)
             except OSError as error:

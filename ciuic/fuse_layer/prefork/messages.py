@@ -74,9 +74,9 @@ def receive(connection: socket.socket) -> tuple[list[str] | int | dict[str, Any]
         raise
 
 
-def reply(connection: socket.socket, answer: int | None, fds: Sequence[int] = ()) -> None:
-    """Answer a request."""
-    connection.sendmsg([json.dumps(answer).encode()], unix_sockets.rights(fds))
+def send(connection: socket.socket, content: object, fds: Sequence[int] = ()) -> None:
+    """Send a request or an answer. OSError."""
+    connection.sendmsg([json.dumps(content).encode()], unix_sockets.rights(fds))
 
 
 def answer_or_end(connection: socket.socket, answer: int | None, *, forked: bool) -> None:
@@ -86,7 +86,7 @@ def answer_or_end(connection: socket.socket, answer: int | None, *, forked: bool
         OSError: the caller is gone.
     """
     try:
-        reply(connection, answer)
+        send(connection, answer)
     except OSError:
         if forked and answer:
             os.kill(answer, signal.SIGKILL)

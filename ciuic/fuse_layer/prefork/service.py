@@ -132,7 +132,7 @@ class Forker:
             asked, fds = None, []
         try:
             if isinstance(asked, int):
-                messages.reply(connection, self._status(asked))
+                messages.send(connection, self._status(asked))
             elif isinstance(asked, list) and all(isinstance(word, str) for word in asked):
                 # Asked before the fork: a daemon whose timeout is over may have had a worker forked
                 # elsewhere.
@@ -144,7 +144,7 @@ class Forker:
                 self._watch(pid)
                 messages.answer_or_end(connection, pid, forked=True)
             elif isinstance(asked, dict):
-                messages.reply(connection, *self._do(asked, fds))
+                messages.send(connection, *self._do(asked, fds))
             else:
                 self._disconnect(connection)
         except (LookupError, TypeError, ValueError) as error:
