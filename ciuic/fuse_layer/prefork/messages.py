@@ -79,17 +79,17 @@ def send(connection: socket.socket, content: object, fds: Sequence[int] = ()) ->
     connection.sendmsg([json.dumps(content).encode()], unix_sockets.rights(fds))
 
 
-def answer_or_end(connection: socket.socket, answer: int | None, *, forked: bool) -> None:
-    """Answer a request; kill the process that was forked for it when the caller is gone.
+def answer_or_end(connection: socket.socket, pid: int) -> None:
+    """Answer with the number of the process that was forked for a request, 0 for none; kill it when the caller is gone.
 
     Raises:
         OSError: the caller is gone.
     """
     try:
-        send(connection, answer)
+        send(connection, pid)
     except OSError:
-        if forked and answer:
-            os.kill(answer, signal.SIGKILL)
+        if pid:
+            os.kill(pid, signal.SIGKILL)
         raise
 
 

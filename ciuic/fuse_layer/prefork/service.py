@@ -48,16 +48,29 @@ def serve() -> messages.ForkedChild | None:
     # Their variables are removed, so that workers take no socket for theirs and notify nobody in our name.
     (listener_fd,) = take_stored_fds(os.environ, os.getpid()).values()
     notifier = Notifier.from_environment(os.environ, os.getpid())
-    return Forker(socket.socket(fileno=listener_fd), notifier).serve()
+    return Forker(socket.socket(fileno=listener_fd), notifier=notifier).serve()
 
 
 class Forker:
-    """Server of a listening SOCK_SEQPACKET socket.
+    """Server of SOCK_SEQPACKET sockets.
 
     Single-threaded, because fork(2) copies the calling thread alone.
     """
 
-    def __init__(self, listener: socket.socket, notifier: Notifier | None = None) -> None:
+    def __init__(
+        self,
+        listener: socket.socket | None,
+        connection: socket.socket | None = None,
+        *,
+        notifier: Notifier | None = None,
+    ) -> None:
+        """Serve those that connect to ``listener``, if there is one, and a caller that is connected already.
+
+        Args:
+            listener: listening socket.
+            connection: connection of the process that has started this one.
+            notifier: connection to systemd, if that has started this one.
+        """
         self._listener = listener
         self._notifier = notifier or Notifier()
         self._connections: dict[int, socket.socket] = {}
@@ -65,13 +78,16 @@ class Forker:
         """Process number by pidfd."""
         self._statuses: dict[int, int] = {}
         self._poll = select.poll()
-        self._poll.register(listener, select.POLLIN)
+        if listener is not None:
+            self._poll.register(listener, select.POLLIN)
+        if connection is not None:
+            self._connected(connection)
 
     def serve(self) -> messages.ForkedChild | None:
-        """Answer requests for ever; return in each process that is forked."""
+        """Answer requests until nobody can ask any more, and return None; return in each process that is forked."""
         period_seconds = self._notifier.watchdog_seconds
         pause_ms = int(period_seconds * 1000 / _BEATS_PER_PERIOD) if period_seconds else None
-        while True:
+        while self._listener is not None or self._connections:
             # While this process hangs, the job of a worker that dies waits: systemd ends it, and starts another one.
             if pause_ms is not None:
                 self._notifier.watchdog()
@@ -79,6 +95,7 @@ class Forker:
             child = self._handle(fd) if fd is not None else None
             if child is not None:
                 return child
+        return None
 
     def _next_ready(self, timeout_ms: int | None) -> int | None:
         """Return one descriptor that has something to be handled; None after the timeout."""
@@ -86,12 +103,15 @@ class Forker:
         # stays readable while there is no descriptor to accept a connection with, and the end of a worker
         # must be seen meanwhile.
         ready = [fd for fd, _ in self._poll.poll(timeout_ms)]
-        return min(ready, key=lambda fd: fd == self._listener.fileno(), default=None)
+        return min(ready, key=self._is_listener, default=None)
+
+    def _is_listener(self, fd: int) -> bool:
+        return self._listener is not None and fd == self._listener.fileno()
 
     def _handle(self, fd: int) -> messages.ForkedChild | None:
         """Handle a readable descriptor; return None, and in a process that was forked its request."""
-        if fd == self._listener.fileno():
-            self._accept()
+        if self._listener is not None and self._is_listener(fd):
+            self._accept(self._listener)
         elif fd in self._children:
             self._collect(fd)
         elif fd in self._connections:
@@ -101,9 +121,9 @@ class Forker:
                 return child
         return None
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         try:
-            connection, _ = self._listener.accept()
+            connection, _ = listener.accept()
         except OSError as error:
             # Out of descriptors, or the caller has gone. Other connections are to be served all the same.
             log.warning("connection_not_accepted", error=str(error))
@@ -142,7 +162,7 @@ class Forker:
                 if pid is None:
                     return messages.ForkedChild(asked, fds)
                 self._watch(pid)
-                messages.answer_or_end(connection, pid, forked=True)
+                messages.answer_or_end(connection, pid)
             elif isinstance(asked, dict):
                 messages.send(connection, *self._do(asked, fds))
             else:
@@ -209,7 +229,9 @@ class Forker:
         return self._statuses.get(pid, messages.UNKNOWN_STATUS)
 
     def _let_go(self) -> None:
-        for connection in (self._listener, *self._connections.values()):
+        if self._listener is not None:
+            self._listener.close()
+        for connection in self._connections.values():
             connection.close()
         for pidfd in self._children:
             os.close(pidfd)

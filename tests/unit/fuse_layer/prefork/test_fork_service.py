@@ -180,7 +180,7 @@ def test_worker_whose_pid_cannot_be_reported_is_ended() -> None:
     daemon, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     daemon.close()
     with connection, pytest.raises(OSError, match="Broken pipe"):
-        messages.answer_or_end(connection, process.pid, forked=True)
+        messages.answer_or_end(connection, process.pid)
     assert process.wait(30) == -signal.SIGKILL
 
 
