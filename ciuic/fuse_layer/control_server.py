@@ -31,7 +31,7 @@ from ciuic.protocol.worker_frames import (
     send_frame,
 )
 from ciuic.structs import convert
-from ciuic.system.unix_sockets import bind, credentials
+from ciuic.system.unix_sockets import bind, credentials, socket_address
 
 log = structlog.get_logger(__name__)
 
@@ -103,7 +103,8 @@ class ControlServer:
         self._extra_status = extra_status
         self._connections: set[_Connection] = set()
         self._closing = False
-        self._listener = bind(socket_path, socket.SOCK_STREAM)
+        with socket_address(socket_path) as address:
+            self._listener = bind(address, socket.SOCK_STREAM)
         self._listener.listen(_MAX_CONNECTIONS)
         self._inode = _inode_of(socket_path)
 

@@ -1,4 +1,4 @@
-"""Unix sockets: bind and connect by any path, know who is at the other end, and pass descriptors.
+"""Unix sockets: bind, connect by any path, know who is at the other end, and pass descriptors.
 
 Guarantees: a socket's name never admits others than its user before its mode says so; received descriptors are close-on-exec.
 
@@ -54,7 +54,8 @@ def socket_address(path: str) -> Iterator[str]:
 def bind(path: str, kind: socket.SocketKind) -> socket.socket:
     """Return a socket with the name ``path``, 0600, in place of one that a dead process may have left there. OSError.
 
-    Nobody can connect before listen(2), so that the caller may give it another mode until then.
+    A path that exceeds sun_path is refused: the socket would not know its own name (getsockname(2)). Nobody can connect before
+    listen(2), so that the caller may give it another mode until then.
     """
     bound = socket.socket(socket.AF_UNIX, kind)
     try:
@@ -62,8 +63,7 @@ def bind(path: str, kind: socket.SocketKind) -> socket.socket:
             os.unlink(path)
         # Before bind(2), which gives the name this mode from its first moment.
         os.fchmod(bound.fileno(), 0o600)
-        with socket_address(path) as address:
-            bound.bind(address)
+        bound.bind(path)
     except BaseException:
         bound.close()
         raise

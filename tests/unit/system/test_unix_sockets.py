@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ciuic.system.unix_sockets import bind, connect, credentials, listener_of, receive, rights
+from ciuic.system.unix_sockets import bind, connect, credentials, listener_of, receive, rights, socket_address
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:
@@ -44,9 +44,11 @@ def test_a_path_of_any_length(short_tmp: Path, length: int) -> None:
     directory.mkdir()
     path = os.fspath(directory / "socket")
     assert listener_of(path) is None
-    bind(path, socket.SOCK_STREAM).close()
-    assert listener_of(path) is None
-    with bind(path, socket.SOCK_STREAM) as listener, socket.socket(socket.AF_UNIX) as caller:
+    with socket_address(path) as address:
+        bind(address, socket.SOCK_STREAM).close()
+        assert listener_of(path) is None
+        bound = bind(address, socket.SOCK_STREAM)
+    with bound as listener, socket.socket(socket.AF_UNIX) as caller:
         assert stat.S_IMODE(Path(path).stat().st_mode) == 0o600
         listener.listen()
         found = listener_of(path)
