@@ -74,11 +74,6 @@ def decode_drill(data: bytes) -> LastDrill:
         raise StoredRecordDamaged(f"it is no record of a drill: {error}") from error
 
 
-def encode_drill(drill: LastDrill) -> bytes:
-    """Return the bytes that `decode_drill` reads as ``drill``."""
-    return msgspec.json.encode(drill)
-
-
 def write_last_drill(name: str, drill: LastDrill, state_dir: Path | None = None) -> None:
     """Replace the record of the remote ``name``, durably on return; the state directory must exist.
 
@@ -87,7 +82,7 @@ def write_last_drill(name: str, drill: LastDrill, state_dir: Path | None = None)
     """
     place = upload_state_dir() if state_dir is None else state_dir
     short = msgspec.structs.replace(drill, reason=drill.reason[:_MAX_TEXT])
-    write_state_file(place, name, _NAME, encode_drill(short))
+    write_state_file(place, name, _NAME, msgspec.json.encode(short))
 
 
 def read_drills(repository: Path) -> list[LastDrill]:
