@@ -121,3 +121,8 @@ BY_EXIT_CODE: dict[int, type[CiuicError]] = {
         Busy,
     )
 }
+
+
+def error_of(code: int, message: str, *, hint: str = "") -> CiuicError:
+    """Return the error of another process as the class that has its exit code; a newer version's code may be unknown."""
+    return BY_EXIT_CODE.get(code, CiuicError)(message, hint=hint)

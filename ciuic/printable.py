@@ -8,6 +8,7 @@ operator's script puts it. Two different names are shown differently. Documents 
 
 from __future__ import annotations
 
+import os
 from typing import Final
 
 
@@ -16,6 +17,12 @@ def one_line(text: str | bytes) -> str:
     if isinstance(text, bytes):
         text = text.decode("utf-8", "backslashreplace")
     return text if text.isprintable() else "".join(map(_shown, text))
+
+
+def path_text(path: str | bytes | os.PathLike[str]) -> str:
+    r"""Return a path as text for a message or a document, with bytes that are no UTF-8 as ``\xNN``; it leads to no file then."""
+    # Neither JSON nor MessagePack can hold what os.fsdecode makes of such bytes.
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _shown(char: str) -> str:

@@ -20,7 +20,7 @@ import tomli
 
 from ciuic.cli import COMPLETE_VARIABLE
 from ciuic.cli.shared.snapshot_command import BY_NAME, RESERVED_TAGS, telling_why
-from ciuic.errors import BY_EXIT_CODE, CiuicError, Unreachable
+from ciuic.errors import CiuicError, Unreachable, error_of
 from ciuic.protocol.socket_http import Answer, Connection
 
 # As in ciuic.config.load and ciuic.config.model, which take 70 ms to import; a test compares both ways.
@@ -195,8 +195,8 @@ def _state(answer: Answer) -> dict[str, Any]:
         )
     if answer.status >= _FIRST_ERROR:
         # A daemon of a newer version may send a code that this one does not know.
-        kind = BY_EXIT_CODE.get(cast("int", document.get("code")), CiuicError)
-        raise kind(str(document.get("error")), hint=str(document.get("hint", "")))
+        code = cast("int", document.get("code"))
+        raise error_of(code, str(document.get("error")), hint=str(document.get("hint", "")))
     return document
 
 

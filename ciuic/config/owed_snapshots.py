@@ -34,7 +34,7 @@ def owed_snapshots(file: Path) -> list[OwedSnapshot]:
     """Return what is owed beside a configuration file; a record that cannot be read is none."""
     try:
         return decode_json(_record(file).read_bytes(), list[OwedSnapshot])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (OSError, msgspec.DecodeError):
         return []
 
 

@@ -60,7 +60,7 @@ def read_mark(root_fd: int) -> RepositoryMark | None:
     try:
         with _state_directory(root_fd) as directory:
             return decode_msgpack(read_regular(_NAME, _MAX_MARK_BYTES, dir_fd=directory), RepositoryMark)
-    except (OSError, CiuicError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (OSError, CiuicError, msgspec.DecodeError):
         return None
 
 

@@ -255,8 +255,7 @@ def _confine(name: str, limit: Callable[[], object], profile: Profile | None = N
 
 def _refused(error: CiuicError) -> int:
     """Print an error as the answer, and return the exit status."""
-    answer = ErrorDocument(error=error.message, hint=error.hint, code=error.exit_code)
-    sys.stdout.buffer.write(msgspec.json.encode(answer))
+    sys.stdout.buffer.write(msgspec.json.encode(ErrorDocument.of(error)))
     return error.exit_code
 
 

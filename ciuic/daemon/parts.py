@@ -19,7 +19,6 @@ from ciuic.daemon.base.process_priority import SLICE, PriorityControl, SliceWeig
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.runtime import RuntimeDirectory
 from ciuic.daemon.base.settings import ActiveSettings, Settings
-from ciuic.daemon.base.systemd import Notifier
 from ciuic.daemon.drills import Drills
 from ciuic.daemon.jobs import job_command
 from ciuic.daemon.number_watch import NumberWatch
@@ -49,6 +48,7 @@ from ciuic.protocol.pairing import SOCKET_NAME
 from ciuic.protocol.span_spool import SPANS_NAME
 from ciuic.system import mountinfo
 from ciuic.system.child_process import environment
+from ciuic.system.sd_daemon import Notifier
 
 
 class DaemonParts:

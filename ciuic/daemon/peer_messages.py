@@ -13,8 +13,6 @@ from typing import Final
 
 import msgspec
 
-from ciuic.structs import msgpack_decoder
-
 # Longest message. The longest of a caller has 32 KiB; the answer to a thousand ids has about as much.
 MAX_MESSAGE_BYTES: Final = 64 << 10
 
@@ -81,9 +79,6 @@ class KnownUsers(msgspec.Struct, tag="Known", frozen=True):
 
 FromReceiver = Ready | Beat | Arrived | Said | Hung
 FromDaemon = Admit | AnswerCaller | KnownUsers
-_FROM_RECEIVER: Final[msgspec.msgpack.Decoder[FromReceiver]] = msgpack_decoder(FromReceiver)
-_FROM_DAEMON: Final[msgspec.msgpack.Decoder[FromDaemon]] = msgpack_decoder(FromDaemon)
-_ENCODER: Final = msgspec.msgpack.Encoder()
 
 
 class ReceiverOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,18 +96,3 @@ class ReceiverOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Longest time that a connection may be silent."""
     receive_seconds: float = 5.0
     """Longest time for a helper process to receive one message and close its descriptors."""
-
-
-def encode(message: FromReceiver | FromDaemon) -> bytes:
-    """Return a message as MessagePack."""
-    return _ENCODER.encode(message)
-
-
-def decode_from_receiver(data: bytes) -> FromReceiver:
-    """Return a message of a receiver; raise msgspec.DecodeError for anything else."""
-    return _FROM_RECEIVER.decode(data)
-
-
-def decode_from_daemon(data: bytes) -> FromDaemon:
-    """Return a message of the daemon; raise msgspec.DecodeError for anything else."""
-    return _FROM_DAEMON.decode(data)

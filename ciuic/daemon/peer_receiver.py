@@ -24,7 +24,6 @@ have no more than `_MAX_HUNG`.
 
 from __future__ import annotations
 
-import array
 import fcntl
 import gc
 import os
@@ -41,28 +40,30 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, NoReturn
 
+import msgspec
+
 from ciuic.daemon.peer_messages import (
     MAX_MESSAGE_BYTES,
     Admit,
     AnswerCaller,
     Arrived,
     Beat,
+    FromDaemon,
     FromReceiver,
     Hung,
     KnownUsers,
     Ready,
     ReceiverOptions,
     Said,
-    decode_from_daemon,
-    encode,
 )
 from ciuic.protocol import peer_socket
 from ciuic.protocol.heartbeat_page import check_page
 from ciuic.protocol.peer_socket import Caller, Queued, is_safe_to_close
 from ciuic.protocol.watch_client import MAX_FDS
-from ciuic.structs import decode_json
+from ciuic.structs import decode_json, decode_msgpack
 from ciuic.system import privileges, processes
 from ciuic.system.syscall_profiles import limit_receiver
+from ciuic.system.unix_sockets import receive, rights
 
 # Time limit for a forked process to close inherited descriptors, which takes less than a millisecond unless
 # the host is overloaded.
@@ -199,14 +200,10 @@ def _receive(
     connection: socket.socket, channel: socket.socket, number: int, caller: Caller, max_message_bytes: int
 ) -> None:
     """Receive one message and hand it to the daemon. Its descriptors close when the process ends."""
-    room = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
     # With SO_PASSCRED on, which distinguishes an empty message from the end, credentials would take the room
     # of the descriptors.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
-    data, ancillary, flags, _ = connection.recvmsg(
-        max_message_bytes, room, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-    )
-    fds = _descriptors(ancillary)
+    data, fds, flags = receive(connection, max_message_bytes, MAX_FDS, socket.MSG_DONTWAIT)
     said = Said(number=number, uid=caller.uid, groups=tuple(caller.groups), data=data)
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or not is_harmless(fds):
         said = Said(number=number, uid=caller.uid, groups=tuple(caller.groups), data=b"", trouble=_NO_TRAINER)
@@ -215,7 +212,7 @@ def _receive(
     poll.register(channel, select.POLLOUT)
     poll.poll(_DELIVER_MS)
     # MSG_NOSIGNAL: an error and no SIGPIPE where the daemon has gone.
-    socket.send_fds(channel, [encode(said)], fds, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+    channel.sendmsg([msgspec.msgpack.encode(said)], rights(fds), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
 def is_harmless(fds: Sequence[int]) -> bool:
@@ -227,14 +224,6 @@ def is_harmless(fds: Sequence[int]) -> bool:
     except (IndexError, ValueError, OSError):
         return False
     return True
-
-
-def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    found = array.array("i")
-    for level, kind, data in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            found.frombytes(data[: len(data) - len(data) % found.itemsize])
-    return list(found)
 
 
 class _Job(NamedTuple):
@@ -519,7 +508,7 @@ class Receiver:
     # -- the daemon
 
     def _tell(self, message: FromReceiver) -> None:
-        self._outgoing.append(encode(message))
+        self._outgoing.append(msgspec.msgpack.encode(message))
         self._send()
 
     def _send(self) -> None:
@@ -547,7 +536,7 @@ class Receiver:
                 return False
             if not data:
                 return False
-            message = decode_from_daemon(data)
+            message: FromDaemon = decode_msgpack(data, FromDaemon)
             if isinstance(message, KnownUsers):
                 self._limits.known = frozenset(message.uids)
                 continue

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
@@ -39,12 +38,13 @@ from ciuic.daemon.peer_messages import (
     Ready,
     ReceiverOptions,
     Said,
-    decode_from_receiver,
-    encode,
 )
 from ciuic.protocol.peer_socket import Caller
+from ciuic.protocol.watch_client import MAX_FDS
+from ciuic.structs import decode_msgpack
 from ciuic.system.child_process import environment, module_command
 from ciuic.system.processes import describe_exit
+from ciuic.system.unix_sockets import descriptors_in, room_for
 
 # Time limit for the start of a receiver: a tenth of a second as a rule, and much longer on an overloaded
 # host.
@@ -62,8 +62,6 @@ _STABLE_SECONDS: Final = 60.0
 _MAX_LEFT_BEHIND: Final = 4
 # Period of looking after a hung helper of which no pidfd could be had.
 _LOOK_AGAIN_SECONDS: Final = 10.0
-# A pidfd and one page, as many as a helper passes on.
-_MAX_FDS: Final = 2
 RECEIVER_COMMAND: Final = tuple(module_command("ciuic.daemon.peer_receiver"))
 log = structlog.get_logger(__name__)
 
@@ -296,27 +294,24 @@ class _Conversation:
 
     async def _receive(self) -> tuple[FromReceiver, list[int]] | None:
         """Return the next message that can be decoded; None at the end."""
-        room = socket.CMSG_SPACE(_MAX_FDS * array("i").itemsize)
         while True:
             try:
                 data, ancillary, _, _ = await self._channel.recvmsg(
-                    MAX_MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC
+                    MAX_MESSAGE_BYTES, room_for(MAX_FDS), socket.MSG_CMSG_CLOEXEC
                 )
             except OSError as error:
                 log.warning("receiver_not_heard", pid=self._pid, error=str(error))
                 return None
-            fds = array("i")
-            for _, _, packed in ancillary:
-                fds.frombytes(packed)
+            fds = descriptors_in(ancillary)
             if not data:
                 return None
             try:
-                return decode_from_receiver(data), list(fds)
-            # msgspec passes on UnicodeDecodeError and RecursionError as they are. Messages stay apart on the
-            # channel (SOCK_SEQPACKET), so that the next one can be read; the connection that this one was of
-            # waits in vain, and is closed at its deadline. A receiver that sends nothing else counts as
-            # silent.
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                message: FromReceiver = decode_msgpack(data, FromReceiver)
+                return message, fds
+            # Messages stay apart on the channel (SOCK_SEQPACKET), so that the next one can be read; the
+            # connection that this one was of waits in vain, and is closed at its deadline. A receiver that
+            # sends nothing else counts as silent.
+            except msgspec.DecodeError as error:
                 close_all(fds)
                 log.error("message_not_decoded", pid=self._pid, size_bytes=len(data), error=str(error))
 
@@ -364,7 +359,7 @@ class _Conversation:
         try:
             # One send at a time: while a message waits for room in the socket, trio refuses a second send.
             async with self._sending:
-                await self._channel.send(encode(message))
+                await self._channel.send(msgspec.msgpack.encode(message))
         except OSError as error:  # the receiver has ended; its last messages are still to be read
             log.debug("receiver_not_told", pid=self._pid, error=str(error))
 

@@ -212,7 +212,7 @@ class Preemption:
     async def _hear(self, line: bytes) -> None:
         try:
             said = decode_json(line, NoticeLine)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except msgspec.DecodeError as error:
             log.warning("notices_not_heard", error=str(error))
             return
         text = one_line(said.text)[:_MAX_CAUSE_CHARACTERS]

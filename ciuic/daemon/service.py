@@ -48,7 +48,7 @@ from ciuic.daemon.base.process_priority import slice_prefix
 from ciuic.daemon.base.repository_store import LastSnapshot, Store, summary
 from ciuic.daemon.base.runtime import bind_control_socket
 from ciuic.daemon.base.settings import Settings
-from ciuic.daemon.base.systemd import Notifier, is_restarting, take_stored_fds
+from ciuic.daemon.base.systemd import is_restarting
 from ciuic.daemon.drills import next_drill_ns
 from ciuic.daemon.housekeeping import DaemonHousekeeping, tell_damage
 from ciuic.daemon.parts import DaemonParts
@@ -93,6 +93,7 @@ from ciuic.protocol.stored_remotely import RemotePlace
 from ciuic.structs import decode_json
 from ciuic.system import logs
 from ciuic.system.io_throttle import audible, waits_files
+from ciuic.system.sd_daemon import Notifier, take_stored_fds
 
 _T = TypeVar("_T")
 log = structlog.get_logger(__name__)
@@ -258,9 +259,7 @@ def _decode(request: Request, kind: type[_T]) -> _T:
     try:
         # No body is a request in which no field is set, as `curl -X POST` sends it.
         return decode_json(request.body or b"{}", kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        # msgspec lets two errors through as they are: for text that is not UTF-8, and for nesting without
-        # end.
+    except msgspec.DecodeError as error:
         raise UsageError(f"the request cannot be read: {error}") from error
 
 

@@ -22,7 +22,7 @@ from ciuic.daemon.base.process_priority import RunningProcess
 from ciuic.daemon.base.repository_store import Store, UpkeepNeed, UpkeepRules
 from ciuic.daemon.base.settings import Settings
 from ciuic.daemon.jobs import UpkeepJob, job_command
-from ciuic.errors import BY_EXIT_CODE, CiuicError
+from ciuic.errors import CiuicError
 from ciuic.protocol.control_types import ErrorDocument, PruneReport
 from ciuic.structs import decode_json
 from ciuic.system.processes import describe_exit
@@ -216,7 +216,7 @@ class Upkeep:
             raise CiuicError(
                 f"the upkeep process ended without a result ({describe_exit(status)})"
             ) from error
-        raise BY_EXIT_CODE.get(refusal.code, CiuicError)(refusal.error, hint=refusal.hint)
+        raise refusal.raised()
 
 
 def _send(process: trio.Process, urgency: Urgency) -> bool:

@@ -279,7 +279,7 @@ class Verdicts:
                         if record.snapshot in missing:
                             missing.remove(record.snapshot)
                             await trio.to_thread.run_sync(records.write, record)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            except msgspec.DecodeError as error:
                 raise CiuicError(f"the process that judges checkpoints printed no record: {error}") from error
             status = await running.process.wait()
         log.info("checkpoints_judged", snapshots=len(job.snapshots) - len(missing))

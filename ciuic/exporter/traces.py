@@ -175,7 +175,7 @@ class SpanSender:
         try:
             with open(self._state / _POSITIONS_NAME, "rb") as stream:
                 return decode_json(stream.read(_MAX_HEADERS_BYTES), dict[str, SpoolPosition])
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except (OSError, msgspec.DecodeError):
             return {}
 
     def _write_positions(self) -> None:

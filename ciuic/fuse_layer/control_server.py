@@ -11,18 +11,17 @@ import contextlib
 import errno
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
 
+from ciuic.fuse_layer.core.overlay_core import OverlayCore
 from ciuic.fuse_layer.system import mounts
 from ciuic.fuse_layer.tracking.gate import HoldExpired
-from ciuic.protocol.socket_http import socket_address
 from ciuic.protocol.worker_frames import (
     MAX_REQUEST_BYTES,
     FrameError,
@@ -32,74 +31,16 @@ from ciuic.protocol.worker_frames import (
     send_frame,
 )
 from ciuic.structs import convert
+from ciuic.system.unix_sockets import bind, credentials, socket_address
 
 log = structlog.get_logger(__name__)
 
-_CREDENTIALS = struct.Struct("@iII")
-"""struct ucred of unix(7): pid, uid, gid."""
 # Each connection is a thread and a descriptor of the process that serves the job.
 _MAX_CONNECTIONS = 32
 # No controller may stop the job for longer, whatever timeout it asks for.
 _MAX_HOLD_SECONDS = 60.0
 _LAST_ANSWER_SECONDS = 2.0
 _ACCEPT_PAUSE_SECONDS = 0.1
-
-
-class CutLike(Protocol):
-    """Result of the core's ``cut`` (core/overlay_core.py)."""
-
-    @property
-    def epoch(self) -> int:
-        """Number of the epoch that was sealed."""
-
-    @property
-    def cut_ns(self) -> int:
-        """Wall clock of the cut."""
-
-    @property
-    def hold_us(self) -> int:
-        """Time for which changing operations were held."""
-
-
-class Controllable(Protocol):
-    """The control half of the overlay core (core/overlay_core.py)."""
-
-    @property
-    def undo_fd(self) -> int:
-        """Descriptor of the directory that holds the undo log."""
-
-    def status(self) -> Mapping[str, Any]:
-        """Return the fields of a status reply."""
-
-    def writers(self) -> list[bytes]:
-        """Return the paths of files with a handle that can write."""
-
-    def name_events(self, rules: Sequence[tuple[str, str]], *, dirty: bool) -> Mapping[str, Any]:
-        """Count what happens to names, and return the counts since the last call."""
-
-    def prepare_cut(self, timeout_seconds: float) -> None:
-        """Prepare a hold."""
-
-    def hold(self, timeout_seconds: float) -> int:
-        """Hold every change; return a token."""
-
-    def cut(self) -> CutLike:
-        """Hold, cut, release and seal."""
-
-    def cut_held(self, token: int) -> CutLike:
-        """Cut under a hold."""
-
-    def release_hold(self, token: int) -> None:
-        """End a hold."""
-
-    def seal(self, epoch: int) -> None:
-        """Write the sealed file of an epoch that was cut."""
-
-    def committed(self, epoch: int) -> None:
-        """End an epoch of which a snapshot exists."""
-
-    def abort(self, epoch: int) -> None:
-        """Give a sealed epoch up."""
 
 
 class RequestRefused(Exception):
@@ -138,7 +79,7 @@ class ControlServer:
 
     def __init__(
         self,
-        core: Controllable,
+        core: OverlayCore,
         socket_path: str,
         *,
         backing_fd: int,
@@ -162,7 +103,9 @@ class ControlServer:
         self._extra_status = extra_status
         self._connections: set[_Connection] = set()
         self._closing = False
-        self._listener = _listen(socket_path)
+        with socket_address(socket_path) as address:
+            self._listener = bind(address, socket.SOCK_STREAM)
+        self._listener.listen(_MAX_CONNECTIONS)
         self._inode = _inode_of(socket_path)
 
     def start(self) -> None:
@@ -197,7 +140,7 @@ class ControlServer:
                 time.sleep(_ACCEPT_PAUSE_SECONDS)
                 continue
             # The socket's mode keeps others out already. It may have been changed by mistake.
-            if not _is_ours(sock):
+            if credentials(sock).uid not in (0, os.geteuid()):
                 log.warning("control_connection_of_another_user_refused")
                 sock.close()
                 continue
@@ -391,35 +334,9 @@ def _number(request: Mapping[str, Any], field: str) -> float:
     return value
 
 
-def _is_ours(sock: socket.socket) -> bool:
-    """Return whether root or our own user connected."""
-    # The socket's mode refuses other users already; modes can be changed by mistake.
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(credentials)
-    return uid in (0, os.geteuid())
-
-
 def _inode_of(path: str) -> tuple[int, int] | None:
     try:
         facts = os.stat(path)
     except FileNotFoundError:
         return None
     return facts.st_dev, facts.st_ino
-
-
-def _listen(path: str) -> socket.socket:
-    """Return a listening socket at ``path``, 0600, in place of the socket that a dead worker may have left there."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        with socket_address(path) as address:
-            # fchmod before bind sets the mode that the name gets: there is no moment at which others may
-            # connect.
-            os.fchmod(listener.fileno(), 0o600)
-            listener.bind(address)
-        listener.listen(_MAX_CONNECTIONS)
-    except BaseException:
-        listener.close()
-        raise
-    return listener

@@ -237,7 +237,7 @@ def read_head(path: str | bytes) -> SealedHead:
     with open(path, "rb") as file:
         try:
             return _read_head(file)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, UndoDamaged) as error:
+        except (msgspec.DecodeError, UndoDamaged) as error:
             raise UndoDamaged(f"{os.fsdecode(path)}: {error}") from error
 
 
@@ -265,7 +265,7 @@ def read_sealed(path: str | bytes, spill: Spill) -> Sealed:
                 if isinstance(frame, Totals):
                     return Sealed(head, changes, frame)
                 changes.take(frame)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, UndoDamaged) as error:
+        except (msgspec.DecodeError, UndoDamaged) as error:
             raise UndoDamaged(f"{os.fsdecode(path)}: {error}") from error
 
 
@@ -283,5 +283,5 @@ def _next_frame(file: BinaryIO) -> bytes:
 def _decode(body: bytes) -> SealedChange:
     try:
         return _change_decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise UndoDamaged(f"sealed file: {error}") from error

@@ -41,20 +41,19 @@ def main(module: str, listener_fd: str = "") -> int:
     # Collectors of the children would write to every object, and each page written is a copy of its own.
     gc.collect()
     gc.freeze()
-    if listener_fd or service.is_activated():
-        child = _keep(int(listener_fd)) if listener_fd else service.serve()
-        if child is None:
-            return 0
-        _settle(child.fds)
-        arguments: list[str] | None = child.arguments
+    if listener_fd:
+        child = _keep(int(listener_fd))
+    elif service.is_activated():
+        child = service.serve()
     else:
-        arguments = _serve()
-    if arguments is None:
+        child = service.Forker(None, socket.socket(fileno=os.dup(0))).serve()
+    if child is None:
         return 0
+    _settle(child.fds)
     if module == messages.WORKER:
         # The first two arguments are "--root PATH".
-        rename_process(module, *arguments[:2])
-    status: int = program.main(arguments)
+        rename_process(module, *child.arguments[:2])
+    status: int = program.main(child.arguments)
     return status
 
 
@@ -65,31 +64,6 @@ def _keep(listener_fd: int) -> messages.ForkedChild | None:
     configure_logs()
     os.set_inheritable(listener_fd, False)
     return Keeper(socket.socket(fileno=listener_fd), socket.socket(fileno=os.dup(0))).serve()
-
-
-def _serve() -> list[str] | None:
-    """Answer requests on standard input; return None at its end, and in each forked process its arguments."""
-    with socket.socket(fileno=os.dup(0)) as connection:
-        while True:
-            asked, fds = messages.receive(connection)
-            if asked is None:
-                return None
-            answer: int | None
-            if isinstance(asked, dict):
-                # A request to the keeper, which this process is not.
-                answer = 0
-            elif isinstance(asked, int):
-                answer = messages.collect(asked)
-            else:
-                answer = 0 if messages.is_abandoned(connection) else messages.fork()
-                if answer is None:
-                    break
-                # A session does not end while one of its descriptors is open here.
-                for fd in fds:
-                    os.close(fd)
-            messages.answer_or_end(connection, answer, forked=not isinstance(asked, int))
-    _settle(fds)
-    return list(asked)
 
 
 def _settle(fds: Sequence[int]) -> None:

@@ -207,7 +207,7 @@ def decode_log(data: bytes) -> tuple[list[Record], int]:
             break
         try:
             records.append(_record_decoder.decode(data[position + _LENGTH_BYTES : end]))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except msgspec.DecodeError as error:
             raise UndoDamaged(f"undo log: {error}") from error
         position = end
     return records, position
@@ -322,7 +322,7 @@ class LogReader:
                 break
             try:
                 record = _record_decoder.decode(data[position + _LENGTH_BYTES : end])
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            except msgspec.DecodeError as error:
                 raise UndoDamaged(f"undo log: {error}") from error
             self._index(record)
             position = end

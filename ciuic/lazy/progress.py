@@ -147,7 +147,7 @@ def decode_status(data: bytes) -> LazyStatus | None:
     """Decode a status file; None for anything else."""
     try:
         return decode_json(data, LazyStatus)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+    except msgspec.DecodeError:
         return None
 
 

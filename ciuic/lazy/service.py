@@ -123,7 +123,7 @@ class LazyRecord(msgspec.Struct):
         try:
             record = decode_json(data, cls)
             bytes.fromhex(record.source)
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        except msgspec.DecodeError as error:
             raise ValueError(f"not the record of a lazy restore: {error}") from None
         if record.version not in (1, 2):
             raise ValueError(f"the version must be 1 or 2, got {record.version}")

@@ -725,7 +725,7 @@ class ScrubBook:
         nothing = Pass(repository=repository_id)
         try:
             state = decode_json(os.pread(self._fd, _MAX_BYTES, 0), Pass)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except (OSError, msgspec.DecodeError):
             return nothing
         return state if (state.version, state.repository) == (_VERSION, repository_id) else nothing
 

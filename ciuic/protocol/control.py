@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ciuic.errors import BY_EXIT_CODE, CiuicError, Unreachable
+from ciuic.errors import CiuicError, Unreachable
 from ciuic.protocol.control_types import (
     ErrorDocument,
     Event,
@@ -212,7 +212,6 @@ class ControlClient:
 def _refusal(answer: Answer) -> CiuicError:
     """Return the daemon's error as the class that has its exit code."""
     try:
-        document = decode_json(answer.body, ErrorDocument)
+        return decode_json(answer.body, ErrorDocument).raised()
     except msgspec.DecodeError:
         return CiuicError(f"the daemon answered {answer.status}")
-    return BY_EXIT_CODE.get(document.code, CiuicError)(document.error, hint=document.hint)

@@ -13,6 +13,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from ciuic.errors import CiuicError, error_of
 from ciuic.printable import escaped
 from ciuic.types import SetMember
 
@@ -522,6 +523,15 @@ class ErrorDocument(_Document):
     error: str
     hint: str = ""
     code: int = 1
+
+    @classmethod
+    def of(cls, error: CiuicError) -> ErrorDocument:
+        """Return the document of an error."""
+        return cls(error=error.message, hint=error.hint, code=error.exit_code)
+
+    def raised(self) -> CiuicError:
+        """Return the error as the class that has its exit code."""
+        return error_of(self.code, self.error, hint=self.hint)
 
 
 def rfc3339(time_ns: int) -> str:

@@ -104,9 +104,7 @@ def document(value: object, status: int = 200) -> Reply:
 
 def refusal(error: CiuicError) -> Reply:
     """Return a reply with an error's document, which has the exit code for the command that called."""
-    return document(
-        ErrorDocument(error=error.message, hint=error.hint, code=error.exit_code), status_of(error)
-    )
+    return document(ErrorDocument.of(error), status_of(error))
 
 
 def status_of(error: CiuicError) -> int:

@@ -184,7 +184,7 @@ def decode_damage(data: bytes) -> list[DamagedPlace]:
         if zlib.crc32(record.places) != record.checksum:
             raise StoredRecordDamaged("its checksum is wrong")
         return decode_json(bytes(record.places), list[DamagedPlace])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise StoredRecordDamaged(f"it is no record of damage: {error}") from error
 
 

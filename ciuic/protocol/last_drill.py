@@ -70,13 +70,8 @@ def decode_drill(data: bytes) -> LastDrill:
     """Return the record in ``data``. StoredRecordDamaged for anything else."""
     try:
         return decode_json(data, LastDrill)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise StoredRecordDamaged(f"it is no record of a drill: {error}") from error
-
-
-def encode_drill(drill: LastDrill) -> bytes:
-    """Return the bytes that `decode_drill` reads as ``drill``."""
-    return msgspec.json.encode(drill)
 
 
 def write_last_drill(name: str, drill: LastDrill, state_dir: Path | None = None) -> None:
@@ -87,7 +82,7 @@ def write_last_drill(name: str, drill: LastDrill, state_dir: Path | None = None)
     """
     place = upload_state_dir() if state_dir is None else state_dir
     short = msgspec.structs.replace(drill, reason=drill.reason[:_MAX_TEXT])
-    write_state_file(place, name, _NAME, encode_drill(short))
+    write_state_file(place, name, _NAME, msgspec.json.encode(short))
 
 
 def read_drills(repository: Path) -> list[LastDrill]:
@@ -125,7 +120,7 @@ def decode_drills(data: bytes) -> list[LastDrill]:
     """Return the records in ``data``, newest first. StoredRecordDamaged for anything else."""
     try:
         return decode_json(data, list[LastDrill])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise StoredRecordDamaged(f"it is no record of drills: {error}") from error
 
 

@@ -22,13 +22,14 @@ import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, Literal, TypeVar
+from typing import Any, Final, Literal
 
 import msgspec
 
-from ciuic.errors import BY_EXIT_CODE, Busy, CiuicError, NotPermitted, Unreachable, UsageError
-from ciuic.protocol.peer_socket import runtime_dir
-from ciuic.structs import msgpack_decoder
+from ciuic.errors import Busy, CiuicError, NotPermitted, Unreachable, UsageError
+from ciuic.printable import path_text
+from ciuic.protocol.peer_socket import Refused, runtime_dir
+from ciuic.structs import decode_msgpack
 from ciuic.system.poll import readable, receive_queued
 from ciuic.types import Pair
 
@@ -87,15 +88,6 @@ class Taken(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Remark for the training's log."""
 
 
-class PairRefused(msgspec.Struct, tag="Refused", frozen=True):
-    """Answer to a question that the daemon refuses."""
-
-    reason: str
-    hint: str = ""
-    code: int = 1
-    """Exit code of cli.md."""
-
-
 class States(msgspec.Struct, tag=True, frozen=True):
     """Answer to `Known`."""
 
@@ -105,28 +97,26 @@ class States(msgspec.Struct, tag=True, frozen=True):
     """Path of the daemon's repository."""
 
 
-T = TypeVar("T")
 Question = Cut | Files | Known
-Answer = Taken | PairRefused | States
-_QUESTIONS: Final[msgspec.msgpack.Decoder[Question]] = msgpack_decoder(Question)
-_ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgpack_decoder(Answer)
+Answer = Taken | Refused | States
 
 
 def decode_question(data: bytes) -> Question:
     """Decode a question. UsageError."""
-    return _decoded(_QUESTIONS, data)
+    question: Question = _decoded(data, Question)
+    return question
 
 
 def decode_answer(data: bytes) -> Answer:
     """Decode an answer. UsageError."""
-    return _decoded(_ANSWERS, data)
+    answer: Answer = _decoded(data, Answer)
+    return answer
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
+def _decoded(data: bytes, type_: Any) -> Any:
     try:
-        return decoder.decode(data)
-    # msgspec lets two errors through as they are: for text that is not UTF-8, and for nesting without end.
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return decode_msgpack(data, type_)
+    except msgspec.DecodeError as error:
         raise UsageError(
             f"the message cannot be read: {error}", hint="check that library and daemon have the same version"
         ) from None
@@ -135,11 +125,6 @@ def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
 def pair_socket(environment: Mapping[str, str]) -> str:
     """Return the path of the socket of the daemon whose configuration is in force."""
     return f"{runtime_dir(environment)}/{SOCKET_NAME}"
-
-
-def text_of(path: str | os.PathLike[str]) -> str:
-    r"""Return a path as text for a message; bytes that are not UTF-8 become ``\xNN``, and the text leads to no file then."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def ask(path: str, question: Question) -> socket.socket:
@@ -190,8 +175,8 @@ def answer(connection: socket.socket, seconds: float) -> Taken | States:
         found = decode_answer(data)
     except OSError as error:
         raise Unreachable(f"the daemon closed the connection without an answer: {error.strerror}") from error
-    if isinstance(found, PairRefused):
-        raise BY_EXIT_CODE.get(found.code, CiuicError)(found.reason, hint=found.hint)
+    if isinstance(found, Refused):
+        raise found.raised()
     return found
 
 
@@ -233,7 +218,7 @@ def states(
             if pair.of == "filesystem":
                 files.add(pair.id)
     found: dict[str, State] = {}
-    own = text_of(os.path.realpath(repository))
+    own = path_text(os.path.realpath(repository))
     for path, ids in wanted.items():
         # Each repository is listed once, however many pairs it has.
         there = set(names) if path == own else _names(path)

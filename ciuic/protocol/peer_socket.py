@@ -25,12 +25,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
+from ciuic.errors import CiuicError, error_of
 from ciuic.system.ownership import find_flaw
+from ciuic.system.unix_sockets import bind, credentials
 
 _SO_PEERGROUPS: Final = 59
 _SO_PASSRIGHTS: Final = 83
-_CREDENTIALS: Final = struct.Struct("3i")
-_CREDENTIALS_ROOM: Final = socket.CMSG_SPACE(_CREDENTIALS.size)
+_CREDENTIALS_ROOM: Final = socket.CMSG_SPACE(struct.calcsize("3i"))
 _GROUP_BYTES: Final = 4
 # The largest buffer that Python's getsockopt offers: 256 groups.
 _USUAL_GROUPS_BYTES: Final = 1024
@@ -52,6 +55,24 @@ class Caller(NamedTuple):
     """Effective and supplementary groups."""
 
 
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """Answer of the daemon to a question that it refuses."""
+
+    reason: str
+    hint: str = ""
+    code: int = 1
+    """Exit code of cli.md."""
+
+    @classmethod
+    def of(cls, error: CiuicError) -> Refused:
+        """Return the answer that has the caller raise this error again."""
+        return cls(error.message, error.hint, error.exit_code)
+
+    def raised(self) -> CiuicError:
+        """Return the error as the class that has its exit code."""
+        return error_of(self.code, self.reason, hint=self.hint)
+
+
 class Queued(enum.Enum):
     """Kind of the next message on a connection."""
 
@@ -71,15 +92,11 @@ def listen(path: Path, *, mode: int, backlog: int = MAX_BACKLOG) -> socket.socke
     Where the kernel can refuse descriptors, none can be sent on it. A socket of that name is replaced, so the caller must hold the
     lock of the runtime directory.
     """
-    listener = socket.socket(
-        socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
-    )
+    listener = bind(os.fspath(path), socket.SOCK_SEQPACKET)
     try:
-        # Before the name exists: a connection inherits the option when it is made, not when it is accepted.
+        listener.setblocking(False)
+        # Before listen(2): a connection inherits the option when it is made, not when it is accepted.
         allow_descriptors(listener, allowed=False)
-        path.unlink(missing_ok=True)
-        listener.bind(os.fspath(path))
-        # Before listen(2), so that no process can connect while the mode is that of the umask.
         path.chmod(mode)
         listener.listen(backlog)
     except BaseException:
@@ -114,8 +131,7 @@ def allow_descriptors(sock: socket.socket, *, allowed: bool) -> bool:
 
 def caller_of(connection: socket.socket) -> Caller:
     """Return the peer's credentials from SO_PEERCRED and SO_PEERGROUPS. OSError."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, gid = _CREDENTIALS.unpack(credentials)
+    _, uid, gid = credentials(connection)
     return Caller(uid, frozenset({gid, *_groups(connection)}))
 
 

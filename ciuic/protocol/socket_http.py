@@ -9,53 +9,16 @@ fast (cli/fast_snapshot.py). control.py defines the requests.
 
 from __future__ import annotations
 
-import os
 import socket
-import struct
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import NamedTuple
 
 from ciuic.errors import NotPermitted, Unreachable
+from ciuic.system.unix_sockets import connect
 
 _PIECE_BYTES = 65536
 _MAX_HEAD_BYTES = 65536
-# Size of sun_path, unix(7); the last byte is the terminating null.
-_SUN_PATH_BYTES = 108
-
-
-@contextmanager
-def socket_address(path: str) -> Iterator[str]:
-    """Provide an address for bind and connect that leads to ``path``, even if it exceeds the 107 bytes of sun_path."""
-    if len(os.fsencode(path)) < _SUN_PATH_BYTES:
-        yield path
-        return
-    # A short path through a descriptor of the directory leads to the same socket.
-    directory = os.open(os.path.dirname(path) or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{directory}/{os.path.basename(path)}"
-    finally:
-        os.close(directory)
-
-
-def connect(sock: socket.socket, path: str, timeout_seconds: float) -> None:
-    """Connect, waiting up to ``timeout_seconds`` for a listener whose queue is full; the timeout stays on the socket.
-
-    Raises:
-        TimeoutError: the queue stayed full.
-        OSError: no process listens, or the socket may not be opened.
-    """
-    # Python makes a socket with a timeout non-blocking, and the kernel refuses a non-blocking connect with EAGAIN at once when the
-    # queue is full. So the socket stays blocking while it connects, with a send timeout (socket(7), SO_SNDTIMEO).
-    # 0 would mean no timeout.
-    whole = max(1, int(timeout_seconds))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", whole, 0))
-    try:
-        with socket_address(path) as address:
-            sock.connect(address)
-    except BlockingIOError as error:
-        raise TimeoutError(error.errno, "the queue of the listening socket is full") from error
-    sock.settimeout(timeout_seconds)
 
 
 class Answer(NamedTuple):

@@ -181,7 +181,7 @@ def _header(content: bytes) -> _Header | None:
     line, end, _ = content.partition(b"\n")
     try:
         return decode_json(line, _Header) if end else None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except msgspec.DecodeError:
         return None
 
 
@@ -189,6 +189,6 @@ def decode_span(line: bytes) -> Span | None:
     """Return the span in a line; None if it has none."""
     try:
         span = decode_json(line, Span) if len(line) <= _MAX_LINE_BYTES else None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except msgspec.DecodeError:
         return None
     return None if span is None or span.end_ns < span.start_ns else span

@@ -137,7 +137,7 @@ def decode_record(data: bytes) -> StoredRecord:
         raise StoredRecordDamaged(f"it has more than {MAX_RECORD_BYTES} bytes")
     try:
         return decode_json(data, StoredRecord)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise StoredRecordDamaged(f"it is no such record: {error}") from error
 
 
@@ -285,7 +285,7 @@ def _read_damaged(remote: ConfiguredRemote, state_dir: Path | None) -> _DamagedT
         noted = decode_json(data, _DamagedThere)
     except FileNotFoundError:
         return nothing
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (OSError, msgspec.DecodeError) as error:
         raise StoredRecordDamaged(f"{error}") from error
     return noted if noted.url == remote.url else nothing
 

@@ -12,7 +12,6 @@ touch the trainer itself.
 
 from __future__ import annotations
 
-import array
 import os
 import socket
 import threading
@@ -23,11 +22,12 @@ from typing import Final, Literal
 
 import msgspec
 
-from ciuic.errors import BY_EXIT_CODE, CiuicError, NotPermitted, Unreachable
-from ciuic.protocol.peer_socket import runtime_dir
-from ciuic.structs import msgpack_decoder
+from ciuic.errors import CiuicError, NotPermitted, Unreachable
+from ciuic.protocol.peer_socket import Refused, runtime_dir
+from ciuic.structs import decode_msgpack
 from ciuic.system import service_manager
 from ciuic.system.poll import readable, receive_queued
+from ciuic.system.unix_sockets import rights
 
 SOCKET_NAME: Final = "watch.sock"
 MAX_MESSAGE_BYTES: Final = 16 << 10
@@ -61,17 +61,7 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
     """Answer: the trainer is watched from now on."""
 
 
-class WatchRefused(msgspec.Struct, tag="Refused", frozen=True):
-    """Answer: the trainer is not watched."""
-
-    reason: str
-    hint: str = ""
-    code: int = 1
-    """Exit code of cli.md."""
-
-
-Answer = Welcome | WatchRefused
-_ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgpack_decoder(Answer)
+Answer = Welcome | Refused
 
 
 def watch_socket(environment: Mapping[str, str]) -> str:
@@ -100,7 +90,7 @@ def introduce(path: str | Path, hello: Hello, fds: Sequence[int], *, seconds: fl
         connection.connect(os.fspath(path))
         _send(connection, msgspec.msgpack.encode(hello), fds, time.monotonic() + seconds)
         data = receive_queued(lambda: connection.recv(MAX_MESSAGE_BYTES))
-        answer = _ANSWERS.decode(data) if data else None
+        answer: Answer | None = decode_msgpack(data, Answer) if data else None
     except PermissionError as error:
         connection.close()
         raise NotPermitted(f"not permitted to open {os.fspath(path)}") from error
@@ -116,16 +106,15 @@ def introduce(path: str | Path, hello: Hello, fds: Sequence[int], *, seconds: fl
     connection.close()
     if answer is None:
         raise Unreachable(f"the daemon behind {os.fspath(path)} did not answer")
-    raise BY_EXIT_CODE.get(answer.code, CiuicError)(answer.reason, hint=answer.hint)
+    raise answer.raised()
 
 
 def _send(connection: socket.socket, data: bytes, fds: Sequence[int], deadline: float) -> None:
     """Send the message once the daemon accepts descriptors of this caller; return without sending after a refusal. OSError."""
-    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
     pause_seconds = _FIRST_PAUSE_SECONDS
     while True:
         try:
-            connection.sendmsg([data], [rights], socket.MSG_NOSIGNAL)
+            connection.sendmsg([data], rights(fds), socket.MSG_NOSIGNAL)
             return
         except (BrokenPipeError, ConnectionResetError):
             # The daemon has refused and closed its end already; its refusal can still be received.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import struct
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,7 +19,6 @@ from typing import Any
 import msgspec
 
 from ciuic.errors import CiuicError, Unreachable
-from ciuic.protocol.socket_http import connect
 from ciuic.protocol.worker_frames import (
     MAX_REPLY_BYTES,
     CutReply,
@@ -33,6 +31,7 @@ from ciuic.protocol.worker_frames import (
     send_frame,
 )
 from ciuic.structs import convert
+from ciuic.system.unix_sockets import connect, listener_of
 
 DEFAULT_TIMEOUT_SECONDS = 30.0
 
@@ -287,15 +286,8 @@ class WorkerControlClient:
 
 def peer_pid(socket_path: Path) -> int | None:
     """Return the pid of the process that listens on a Unix socket (SO_PEERCRED); None when none does."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            # Answered by the kernel alone: a connection that is not accepted yet has the credentials of the
-            # process that called listen(2) (unix(7)), so that a worker that hangs is found too.
-            connect(probe, str(socket_path), 2.0)
-        except (ConnectionRefusedError, FileNotFoundError):
-            return None
-        except TimeoutError:
-            return None
-        credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, _, _ = struct.unpack("3i", credentials)
-    return int(pid)
+    try:
+        found = listener_of(str(socket_path))
+    except TimeoutError:
+        return None
+    return None if found is None else found.pid

@@ -7,7 +7,6 @@ mount point. The server (fuse_layer/control_server.py) and the client (worker_cl
 
 from __future__ import annotations
 
-import array
 import os
 import socket
 import struct
@@ -19,6 +18,7 @@ import msgspec
 import xxhash
 
 from ciuic.structs import decode_msgpack
+from ciuic.system.unix_sockets import receive, rights
 
 MAX_REQUEST_BYTES = 64 << 10
 MAX_REPLY_BYTES = 256 << 20
@@ -129,10 +129,8 @@ def send_frame(sock: socket.socket, message: Mapping[str, Any], fds: Sequence[in
     """Send one frame; ``fds`` are sent with its first byte. OSError when the peer has closed the connection."""
     body = msgspec.msgpack.encode(dict(message))
     data = memoryview(_LENGTH.pack(len(body)) + body)
-    sent = 0
     # Descriptors go with the first sendmsg(2), which may send a part of the frame only.
-    if fds:
-        sent = socket.send_fds(sock, [data], list(fds))
+    sent = sock.sendmsg([data], rights(fds)) if fds else 0
     sock.sendall(data[sent:])
 
 
@@ -174,8 +172,7 @@ def receive_frame(
 def _decode(body: bytes) -> dict[str, Any]:
     try:
         return decode_msgpack(body, dict[str, Any])
-    # msgspec passes on UnicodeDecodeError and RecursionError as they are.
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise FrameError(f"not a msgpack map: {error}") from error
 
 
@@ -185,26 +182,14 @@ def _receive_exactly(sock: socket.socket, size: int, fds: list[int]) -> bytes | 
     while len(parts) < size:
         # A megabyte at a time: recvmsg(2) of Python allocates the whole buffer before anything has arrived,
         # and a frame may announce 256 MiB that never come.
-        data = _receive_some(sock, min(size - len(parts), 1 << 20), fds)
+        data, received, _ = receive(sock, min(size - len(parts), 1 << 20), _MAX_FDS)
+        fds += received
         if not data:
             if parts:
                 raise FrameError("the peer closed the connection within a frame")
             return None
         parts += data
     return bytes(parts)
-
-
-def _receive_some(sock: socket.socket, size: int, fds: list[int]) -> bytes:
-    room = socket.CMSG_LEN(_MAX_FDS * array.array("i").itemsize)
-    # MSG_CMSG_CLOEXEC: a capture process forked at this moment must not inherit the descriptor.
-    data, ancillary, _, _ = sock.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)
-    for level, kind, payload in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            received = array.array("i")
-            # A control message that was cut off may end within a number.
-            received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
-            fds.extend(received)
-    return data
 
 
 def _root_key(root: str | bytes) -> str:

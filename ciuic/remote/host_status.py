@@ -169,7 +169,7 @@ class StatusKey:
         content = msgspec.json.encode(status)
         try:
             decode_json(content, HostStatus)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except msgspec.DecodeError as error:
             raise ValueError(f"the status could not be read back: {error}") from None
         data = self.seal(sealer, name, content)
         if len(data) > MAX_STATUS_BYTES:
@@ -205,7 +205,7 @@ def own_key(path: str, log: str, own_logs: Collection[str], disk: Disk | None = 
     known: _StoredKey | None = None
     try:
         known = decode_json(read_regular(path, 1024), _StoredKey)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (OSError, msgspec.DecodeError):
         # Lost or unreadable: a new one is always allowed, and the status of the old one falls silent.
         known = None
     if known is not None and known.log in own_logs:
@@ -240,7 +240,7 @@ def decode_status(sealer: Sealer, name: str, data: bytes) -> HostStatus:
         raise DamagedRemote(name, "its signature does not verify: another host wrote it") from None
     try:
         return decode_json(content, HostStatus)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise DamagedRemote(name, str(error)) from None
 
 

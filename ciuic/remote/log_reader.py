@@ -830,7 +830,7 @@ def read_log_cache(path: str) -> dict[str, LogSummary]:
         if xxhash.xxh3_128_digest(content) != data[:_CHECKSUM_BYTES]:
             raise msgspec.DecodeError("it does not match its checksum")
         return dict(decode_msgpack(content, _Cache))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         # A cache: the logs say all that is in it.
         log.warning("remote_log_cache_unreadable", path=path, error=str(error))
         return {}

@@ -103,7 +103,7 @@ class WriterState:
             return None
         try:
             return decode_json(data, WriterPosition)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except msgspec.DecodeError as error:
             # Without the file the host takes a new name, which is always allowed.
             log.warning("remote_writer_state_unreadable", path=self._path, error=str(error))
             return None

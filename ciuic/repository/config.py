@@ -96,7 +96,7 @@ def decode_config(data: bytes) -> StoredConfig:
         config = decode_json(body, StoredConfig)
         _check_identity(config)
         check_block_size(config.block_size)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DamagedRepository(f"its content is invalid: {error}") from None
     return config
 

@@ -100,8 +100,7 @@ def _write_owner(fd: int, command: str, clock: Clock) -> None:
 
 def _busy(directory: str, fd: int, clock: Clock) -> Busy:
     text = ""
-    # UnicodeDecodeError and RecursionError: msgspec passes on what is not UTF-8, or nested without end.
-    with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    with suppress(OSError, msgspec.DecodeError):
         owner = decode_json(os.pread(fd, 4096, 0), Owner)
         seconds = max(0, clock.time_ns() - owner.since_ns) // 10**9
         text = f" by {owner.command!r} (process {owner.pid} on {owner.host}, for {seconds} s)"

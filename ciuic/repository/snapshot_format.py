@@ -128,7 +128,7 @@ def decode_any_snapshot(data: bytes) -> StoredSnapshot:
     """
     try:
         owner = decode_msgpack(data[_HEAD.size :], _Owner)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise DamagedSnapshot("?", str(error)) from None
     return decode_snapshot(owner.id, data, owner.repository)
 
@@ -257,8 +257,7 @@ def _unwrap(id_: str, magic: bytes, data: bytes, kind: type[_T]) -> _T:
         raise UnsupportedFormat(f"snapshot {id_} has format {version}; this ciuic reads format {VERSION}")
     try:
         value = decode_msgpack(payload, kind)
-    # msgspec raises the latter two for bytes that are no text, and for values nested without end.
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise DamagedSnapshot(id_, str(error)) from None
     if value.id != id_:
         raise DamagedSnapshot(id_, f"the file is that of {value.id}")

@@ -198,8 +198,7 @@ def decode_node(chunk: ChunkId, data: bytes, *, links: bool) -> TreeNode:
             node = TreeNode(level, [], _refs_decoder.decode(body))
         else:
             raise DamagedTree(chunk, f"it has level {level}")
-    # msgspec raises the latter two for bytes that are no text, and for values nested without end.
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise DamagedTree(chunk, str(error)) from None
     _check(chunk, node, links)
     return node
@@ -290,7 +289,7 @@ def decode_xattrs(chunk: ChunkId, data: bytes) -> tuple[tuple[bytes, bytes], ...
         raise DamagedTree(chunk, "it is not a list of extended attributes")
     try:
         pairs = _pairs_decoder.decode(memoryview(data)[4:])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise DamagedTree(chunk, str(error)) from None
     if problem := _xattrs_problem(pairs):
         raise DamagedTree(chunk, problem)

@@ -124,7 +124,7 @@ def decode_record(data: bytes) -> UnfinishedRestore | None:
     """Decode a record; None for anything else, such as one that was cut short itself."""
     try:
         return decode_json(data, UnfinishedRestore)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+    except msgspec.DecodeError:
         return None
 
 

@@ -285,7 +285,7 @@ def decode_from_rank(data: bytearray, kind: type[_T]) -> _T:
     """Decode what another rank has told; whoever reaches the port of the training can send anything."""
     try:
         return decode_msgpack(bytes(data), kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise Damaged(f"another rank sent an invalid message: {error}") from None
 
 

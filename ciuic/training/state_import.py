@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from ciuic.errors import BY_EXIT_CODE, CiuicError, NotFound, UsageError
+from ciuic.errors import CiuicError, NotFound, UsageError, error_of
 from ciuic.structs import decode_json, decode_msgpack
 from ciuic.system.child_process import environment, module_command
 from ciuic.system.privileges import limit_resources
@@ -121,7 +121,7 @@ def import_state(
     if answer.done is not None:
         return answer.done
     if answer.exit_code:
-        raise BY_EXIT_CODE[answer.exit_code](answer.message, hint=answer.hint)
+        raise error_of(answer.exit_code, answer.message, hint=answer.hint)
     raise (TypeError if answer.is_type else ValueError)(answer.message)
 
 

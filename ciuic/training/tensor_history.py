@@ -237,7 +237,7 @@ def _load(cache: CacheDirectory, key: str) -> dict[str, TensorFigures] | None:
         return None
     try:
         cached = _cached.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except msgspec.DecodeError:
         return None
     return cached.tensors if cached.version == _CACHE_VERSION else None
 

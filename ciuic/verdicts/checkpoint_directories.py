@@ -146,7 +146,7 @@ def _shards_of(text: bytes) -> list[bytes]:
     """Return the names of the files that an index names; raise TornContent or NotJudged."""
     try:
         index = _shard_index.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise TornContent(f"the index is not the JSON of one: {error}") from None
     # Half of a surrogate pair, which JSON allows, has no bytes.
     shards = {value.encode("utf-8", "replace") for value in index.weight_map.values()}
@@ -206,7 +206,7 @@ def _training_document(text: bytes | None, kind: type[Any], what: str) -> Any:
         raise TornContent(f"{what} is missing")
     try:
         return decode_json(text, kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise TornContent(f"{what} is not the JSON of one: {error}") from None
 
 
@@ -378,7 +378,7 @@ def _recognise_steps(directory: DirectorySource, names: list[bytes]) -> Iterator
             decode_json(
                 _document_of(directory, _TRAINER_STATE, "the state of the trainer") or b"", dict[str, Any]
             )
-        except (TornContent, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except (TornContent, msgspec.DecodeError):
             torn = "it is not the whole JSON of one"
             yield PartsNeeded("step", _TRAINER_STATE, torn=torn, taken=frozenset({_TRAINER_STATE}))
         except NotJudged:
@@ -568,7 +568,7 @@ def _check_orbax_marker(directory: DirectorySource) -> None:
         return
     try:
         marker = decode_json(text, _OrbaxMarker)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except msgspec.DecodeError:
         raise TornContent("_CHECKPOINT_METADATA is not the JSON of one") from None
     if marker.commit_timestamp_nsecs is None:
         raise TornContent("_CHECKPOINT_METADATA has no time of the commit: its save did not end")

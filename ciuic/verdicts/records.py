@@ -160,7 +160,7 @@ def decode_record(data: bytes, key: bytes, kind: type[_Record]) -> _Record | Non
         return None
     try:
         record = decode_json(body, kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except msgspec.DecodeError:
         return None
     return record if (record.version, record.rules) == (_VERSION, RULES) else None
 

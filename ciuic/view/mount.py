@@ -17,7 +17,6 @@ References:
 
 from __future__ import annotations
 
-import array
 import errno
 import os
 import shlex
@@ -37,6 +36,7 @@ from ciuic.maintenance.drill import scratch_directory
 from ciuic.printable import one_line
 from ciuic.restore.destination import open_way
 from ciuic.system.child_process import as_user, environment, find_program, leave_keyring, without_secrets
+from ciuic.system.unix_sockets import receive
 from ciuic.types import Entry, Snapshot
 from ciuic.view.filesystem import ViewFilesystem
 from ciuic.view.tree import ViewTree
@@ -341,15 +341,10 @@ def _mount_by_user(directory: bytes, for_others: bool) -> int:
             more={_COMMAND_FD: str(theirs.fileno())},
         )
         theirs.close()
-        received = array.array("i")
-        _, ancillary, _, _ = ours.recvmsg(1, socket.CMSG_SPACE(received.itemsize))
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                received.frombytes(data[: received.itemsize])
-    if not received:
+        _, fds, _ = receive(ours, 1, 1)
+    if not fds:
         raise NotPermitted(f"cannot mount at {one_line(directory)}: fusermount3 gave no connection")
-    os.set_inheritable(received[0], False)
-    return received[0]
+    return fds[0]
 
 
 def _fusermount(*arguments: str, pass_fds: tuple[int, ...] = (), more: dict[str, str] | None = None) -> None:

@@ -22,13 +22,13 @@ from support.until import until
 
 from ciuic.daemon.base.runtime import RuntimeDirectory
 from ciuic.daemon.base.settings import RootSettings
-from ciuic.daemon.base.systemd import Notifier
 from ciuic.daemon.roots import mount_hooks, sessions, worker_process
 from ciuic.daemon.roots.mount_hooks import RealMounts
 from ciuic.daemon.roots.sessions import SessionStore
 from ciuic.daemon.roots.worker_process import OverlayWorker, WorkerOptions
 from ciuic.protocol.worker_client import peer_pid
 from ciuic.system.poll import readable
+from ciuic.system.sd_daemon import Notifier
 
 pytestmark = [
     pytest.mark.mount,

@@ -12,7 +12,7 @@ import pytest
 from support.live import Live
 from support.until import until
 
-from ciuic.protocol.socket_http import connect
+from ciuic.system.unix_sockets import connect
 
 pytestmark = pytest.mark.mount
 _HALF_REQUESTS = (

@@ -20,14 +20,13 @@ import pytest
 from ciuic.errors import Damaged
 from ciuic.remote.objects.pipe_protocol import (
     BODY,
+    HEAD,
     MAGIC,
     MESSAGE,
     PAGE,
     VERSION,
     Request,
     decode_request,
-    encode,
-    head,
 )
 
 _LIMIT_BYTES = 64 << 20
@@ -35,11 +34,11 @@ _OBJECT_BYTES = 16 << 20
 """Size of the largest packs."""
 _SENT_BYTES = {"crumbs": 4 << 20}
 _PAYLOADS = {
-    "names": encode(Request("delete", names=["n" * 1000] * PAGE)),
-    "reads": encode(Request("get", "object")),
-    "ends": encode(Request("tail", "object", length=_OBJECT_BYTES)),
-    "ranges": encode(Request("ranges", "object", ranges=[(0, 16 << 10)] * PAGE)),
-    "lists": encode(Request("list", "")),
+    "names": msgspec.msgpack.encode(Request("delete", names=["n" * 1000] * PAGE)),
+    "reads": msgspec.msgpack.encode(Request("get", "object")),
+    "ends": msgspec.msgpack.encode(Request("tail", "object", length=_OBJECT_BYTES)),
+    "ranges": msgspec.msgpack.encode(Request("ranges", "object", ranges=[(0, 16 << 10)] * PAGE)),
+    "lists": msgspec.msgpack.encode(Request("list", "")),
 }
 
 
@@ -49,13 +48,13 @@ def _frames(kind: str) -> Iterator[bytes]:
     while True:
         number += 1
         if kind in _PAYLOADS:
-            yield head(number, MESSAGE, len(_PAYLOADS[kind])) + _PAYLOADS[kind]
+            yield HEAD.pack(number, MESSAGE, len(_PAYLOADS[kind])) + _PAYLOADS[kind]
             continue
-        request = encode(Request("put", f"new/{number}", body_bytes=_OBJECT_BYTES))
-        yield head(number, MESSAGE, len(request)) + request
+        request = msgspec.msgpack.encode(Request("put", f"new/{number}", body_bytes=_OBJECT_BYTES))
+        yield HEAD.pack(number, MESSAGE, len(request)) + request
         size, several = (2, 4096) if kind == "crumbs" else (1 << 20, 1)
         for _ in range(0, _OBJECT_BYTES, size * several):
-            yield (head(number, BODY, size) + bytes(size)) * several
+            yield (HEAD.pack(number, BODY, size) + bytes(size)) * several
 
 
 def _peak_bytes(pid: int) -> int:
@@ -76,8 +75,8 @@ def test_a_client_that_reads_no_reply_takes_no_memory(tmp_path: Path, kind: str)
         assert server.stdout is not None
         fd = server.stdin.fileno()
         assert server.stdout.read(len(MAGIC)) == MAGIC
-        opening = encode(Request("open", length=VERSION))
-        os.write(fd, head(1, MESSAGE, len(opening)) + opening)
+        opening = msgspec.msgpack.encode(Request("open", length=VERSION))
+        os.write(fd, HEAD.pack(1, MESSAGE, len(opening)) + opening)
         server.stdout.read(1)
         before = _peak_bytes(server.pid)
         moved = threading.Event()

@@ -19,9 +19,10 @@ from typing import Any
 
 import structlog
 
-from ciuic.fuse_layer.prefork.messages import KEEPER_PREFIX, listener_pid
+from ciuic.fuse_layer.prefork.messages import KEEPER_PREFIX
 from ciuic.protocol.worker_client import WorkerControlClient, peer_pid
 from ciuic.system.poll import readable
+from ciuic.system.unix_sockets import credentials
 
 PLAN = "CIUIC_TEST_PLAN"
 """Environment variable with the path of the plan."""
@@ -40,7 +41,7 @@ def keeper_pids(runtime: Path) -> list[int]:
         ):
             probe.setblocking(False)
             probe.connect(str(path))
-            pid = listener_pid(probe)
+            pid = credentials(probe).pid
             # Until the keeper has imported its modules, the listener is the daemon that made the socket.
             if b"fuse_layer.standby" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)

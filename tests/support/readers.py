@@ -61,7 +61,7 @@ from ciuic.number_files import NumberPlace, NumbersRead, json_lines, tensorboard
 from ciuic.protocol import control_types
 from ciuic.protocol.heartbeat_page import HeartbeatPage, check_page, read_losses, read_page
 from ciuic.protocol.known_damage import DamagedPlace, decode_damage, encode_damage
-from ciuic.protocol.last_drill import LastDrill, decode_drill, decode_drills, encode_drill
+from ciuic.protocol.last_drill import LastDrill, decode_drill, decode_drills
 from ciuic.protocol.pairing import Cut, Files, Taken, decode_answer, decode_question
 from ciuic.protocol.span_spool import Span, decode_span
 from ciuic.protocol.stored_remotely import StoredRecord, decode_record, encode_record
@@ -707,9 +707,9 @@ def more_readers() -> list[Reader]:
         Reader("verdicts on a snapshot", _json(VerdictRecord), msgspec.json.encode(_VERDICTS)),
         Reader("record of verdicts", lambda data: verdict_records.decode_record(_signed(data), b"k", VerdictRecord), msgspec.json.encode(_VERDICTS)),
         Reader("span of a snapshot", decode_span, msgspec.json.encode(Span(repository="0f", snapshot="cs-abcdef", start_ns=1, end_ns=2, attributes={"n": 1.5, "roots": ["/d"]}))),
-        Reader("record of a drill", decode_drill, encode_drill(LastDrill(time_ns=5, verdict="good", seconds=1.5, snapshot="cs-abcdef"))),
+        Reader("record of a drill", decode_drill, msgspec.json.encode(LastDrill(time_ns=5, verdict="good", seconds=1.5, snapshot="cs-abcdef"))),
         Reader("record of damage", decode_damage, encode_damage([DamagedPlace(where="/r/a", reason="bad", snapshots=("cs-abcdef",))])),
-        Reader("records of drills", decode_drills, b"[" + encode_drill(LastDrill(time_ns=5, verdict="good", seconds=1.5)) + b"]"),
+        Reader("records of drills", decode_drills, b"[" + msgspec.json.encode(LastDrill(time_ns=5, verdict="good", seconds=1.5)) + b"]"),
         Reader("lines with numbers", lambda data: json_lines(data, "loss"), b'{"loss": 1.5, "step": 3}\n{"loss": NaN}\n'),
         Reader("TensorBoard events", _refusing(lambda data: tensorboard_events(data, "loss"), ValueError), _EVENTS),
         Reader("job of numbers", _json(NumberJob), msgspec.json.encode(NumberJob(places=(NumberPlace(file="/f", key="loss"),)))),

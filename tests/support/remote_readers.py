@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 
+import msgspec
 import xxhash
 from support import remote_recipe as recipe
 from support.readers import Reader
@@ -13,13 +14,12 @@ from ciuic.remote import documents, object_names
 from ciuic.remote.documents import decode_round
 from ciuic.remote.host_status import decode_status
 from ciuic.remote.objects.pipe_protocol import (
+    HEAD,
     MESSAGE,
     Reply,
     Request,
     decode_reply,
     decode_request,
-    encode,
-    head,
     read_frame,
 )
 from ciuic.remote.pack import RemotePackReader
@@ -109,9 +109,9 @@ def remote_readers() -> list[Reader]:
         Reader("remote.json", _remote_json, _without_check(clear[object_names.REMOTE_JSON])),
         Reader("remote.json of a repository", _remote_json, _without_check(own)),
         Reader("key slot", _slot, _without_check(sealed["keys/main"])),
-        Reader("frame of a pipe", lambda data: read_frame(io.BytesIO(data).read), head(7, MESSAGE, 3) + b"abc"),
-        Reader("request over a pipe", decode_request, encode(Request("ranges", "packs/a", ranges=[(0, 5)]))),
-        Reader("reply over a pipe", decode_reply, encode(Reply(infos=[("w/a", 1, 2)], lengths=[3], body_bytes=3))),
+        Reader("frame of a pipe", lambda data: read_frame(io.BytesIO(data).read), HEAD.pack(7, MESSAGE, 3) + b"abc"),
+        Reader("request over a pipe", decode_request, msgspec.msgpack.encode(Request("ranges", "packs/a", ranges=[(0, 5)]))),
+        Reader("reply over a pipe", decode_reply, msgspec.msgpack.encode(Reply(infos=[("w/a", 1, 2)], lengths=[3], body_bytes=3))),
         Reader("text of a key", lambda data: key_slots.parse_key_text(data, "a file"), recipe.KEY_FILE.hex().encode()),
         Reader(
             "recovery key",

@@ -6,8 +6,13 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
 
 import ciuic
+from ciuic.structs import decode_json, decode_msgpack
 
 PACKAGE = Path(ciuic.__file__).parent
 _MAKERS = {
@@ -54,3 +59,12 @@ def test_first_uses_at_once() -> None:
     """Eight threads that decode the first snapshot of a process at the same moment end with it alive."""
     for _ in range(10):
         subprocess.run([sys.executable, "-c", _AT_ONCE], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\xa1\xff", b"\x91" * 100_000])
+def test_whatever_is_malformed_is_one_error(data: bytes) -> None:
+    """What is cut short, is no text or is nested without end raises msgspec.DecodeError, and nothing else."""
+    with pytest.raises(msgspec.DecodeError):
+        decode_msgpack(data, Any)
+    with pytest.raises(msgspec.DecodeError):
+        decode_json(b'"' + data + b'"' if len(data) < 10 else b"[" * len(data), dict[str, str])

@@ -22,7 +22,7 @@ from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import Session, current
 from ciuic.cli.shared.set_of_hosts import OtherHosts, SetOptions, take_of_set
 from ciuic.cli.shared.snapshot_command import OPTIONS, reason_of, telling_why
-from ciuic.errors import BY_EXIT_CODE, CiuicError, NotFound, Partial, UsageError
+from ciuic.errors import CiuicError, NotFound, Partial, UsageError, error_of
 from ciuic.units import human_duration
 
 if TYPE_CHECKING:
@@ -441,8 +441,7 @@ def _await_commit(session: Session, snapshot_id: str) -> SnapshotState:
 
 def _failure_of(state: SnapshotState) -> CiuicError:
     """The error that a failed snapshot carries."""
-    kind = BY_EXIT_CODE.get(state.code, CiuicError)
-    return kind(f"{state.id} was not committed: {state.error}", hint=state.hint)
+    return error_of(state.code, f"{state.id} was not committed: {state.error}", hint=state.hint)
 
 
 def _report(reporter: Reporter, state: SnapshotState) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ciuic.cli.shared.messages import shown, shown_text
-from ciuic.errors import BY_EXIT_CODE, CiuicError, NotFound, Unreachable
+from ciuic.errors import CiuicError, NotFound, Unreachable, error_of
 
 if TYPE_CHECKING:
     from ciuic.cli.shared.session import Session
@@ -100,7 +100,8 @@ def _identity_of_remote(config: Config) -> tuple[Identity, int]:
     except CiuicError as error:
         without = "--offline makes a repository that shares no chunks with other hosts"
         # The class of its exit code: its own may take other arguments.
-        raise BY_EXIT_CODE[error.exit_code](
+        raise error_of(
+            error.exit_code,
             f"the new repository gets its identity from the remote {remote.name}, which cannot be opened: {error.message}",
             hint="\n".join(filter(None, (error.hint, without))),
         ) from error

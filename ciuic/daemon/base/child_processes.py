@@ -118,7 +118,7 @@ def _follow(job_input: JobInput, pace: Pace, precedence: Precedence) -> None:
         for line in job_input.later_lines(_PERIOD_SECONDS):
             try:
                 pace.urge(_decoder.decode(line))
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            except msgspec.DecodeError as error:
                 # Imported with the first event: it takes as long to load as all that such a process needs beside.
                 import structlog
 

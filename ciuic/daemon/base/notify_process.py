@@ -132,7 +132,7 @@ def main() -> int:
     logging.disable(logging.CRITICAL)
     try:
         job = decode_json(sys.stdin.buffer.read(_MAX_JOB_BYTES), NotifyJob)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except msgspec.DecodeError:
         sys.stderr.write("notify: the job is none\n")
         return EXIT_NOT_DELIVERED
     calls: dict[str, Callable[[], None]] = {}

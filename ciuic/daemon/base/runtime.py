@@ -23,6 +23,7 @@ from ciuic.protocol.worker_frames import worker_socket
 from ciuic.structs import decode_json
 from ciuic.system.disk import Disk
 from ciuic.system.processes import boot_id
+from ciuic.system.unix_sockets import bind, listener_of
 from ciuic.types import Pair, SetMember
 
 # Connections that the kernel queues: a command waits where the queue is full.
@@ -231,7 +232,7 @@ class RuntimeDirectory:
             return decode_json((self.path / "untrusted.json").read_bytes(), set[str])
         except FileNotFoundError:
             return set()
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except (OSError, msgspec.DecodeError):
             return None
 
     def _replace(self, name: str, content: bytes) -> None:
@@ -249,7 +250,7 @@ class RuntimeDirectory:
         """Return the predecessor's record of ages; an empty one when there is none or it cannot be read."""
         try:
             return decode_json((self.path / _AGES_NAME).read_bytes(), AgeRecords)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except (OSError, msgspec.DecodeError):
             return AgeRecords()
 
     def write_events(self, rules: dict[str, EventRecord]) -> None:
@@ -263,7 +264,7 @@ class RuntimeDirectory:
         """Return the predecessor's record of events, by rule; an empty one when there is none of this boot, or it cannot be read."""
         try:
             found = decode_json((self.path / _EVENTS_NAME).read_bytes(), EventRecords)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except (OSError, msgspec.DecodeError):
             return {}
         return found.rules if found.boot_id == boot_id() else {}
 
@@ -271,7 +272,7 @@ class RuntimeDirectory:
         """Return the predecessor's pending snapshots; empty when there is no journal or it cannot be read."""
         try:
             return decode_json((self.path / "pending.json").read_bytes(), list[PendingRecord])
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except (OSError, msgspec.DecodeError):
             return []  # the epochs of an unreadable journal are aborted, and their changes captured with the next snapshot
 
 
@@ -294,7 +295,7 @@ def bind_control_socket(path: Path, group_id: int | None, stored_fd: int | None 
     """
     listener = _stored_listener(path, stored_fd)
     if listener is None:
-        if path.exists() and _answers(path):
+        if path.exists() and _is_served(path):
             raise Busy(f"another ciuic daemon answers on {path}", hint="ask it: ciuic status")
         listener = _bind(path)
     try:
@@ -333,33 +334,22 @@ def _stored_listener(path: Path, fd: int | None) -> socket.socket | None:
 
 
 def _bind(path: Path) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     # Independent of the daemon's umask: permitted callers must be able to reach the socket.
     umask = os.umask(0o022)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        # The socket must never exist with a wider mode, not even between bind and chmod.
-        os.umask(0o177)
-        listener.bind(str(path))
+        return bind(str(path), socket.SOCK_STREAM)
     except OSError as error:
-        listener.close()
         raise CiuicError(f"cannot make the control socket {path}: {error.strerror or error}") from error
     finally:
         os.umask(umask)
-    return listener
 
 
-def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(2.0)
-        try:
-            probe.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            return False
-        except (TimeoutError, BlockingIOError):
-            return True  # a full backlog: a process listens, slowly
-    return True
+def _is_served(path: Path) -> bool:
+    try:
+        return listener_of(str(path)) is not None
+    except TimeoutError:
+        return True  # a full backlog: a process listens, slowly
 
 
 def permit_control_group(path: Path, group_id: int | None) -> None:

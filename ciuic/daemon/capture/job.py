@@ -12,12 +12,9 @@ repository and ended. The exit status is 0 when it was written; otherwise the co
 
 from __future__ import annotations
 
-import os
-from typing import TypeVar
-
 import msgspec
 
-from ciuic.structs import json_decoder
+from ciuic.structs import decode_json
 from ciuic.system.io_throttle import PaceState
 from ciuic.system.urgency import Urgency
 from ciuic.types import LeftOut, Pair, SetMember
@@ -138,7 +135,7 @@ class Done(msgspec.Struct, kw_only=True, frozen=True, tag_field="event", tag="do
     """Files of which at least one block was read."""
     bytes_read: int
     modes: dict[str, str]
-    """Mode of each root (`printable`): tracked, full or offline."""
+    """Mode of each root (`path_text`): tracked, full or offline."""
     seconds: float
     commit_seconds: float = 0.0
     """Part of `seconds` that the commit took, after everything was read."""
@@ -164,46 +161,23 @@ class Failed(msgspec.Struct, kw_only=True, frozen=True, tag_field="event", tag="
 
 Message = CaptureProgress | Done | Failed
 
-_encoder = msgspec.json.Encoder()
-_job_decoder = json_decoder(CaptureJob)
-_message_decoder: msgspec.json.Decoder[Message] = json_decoder(Message)
-
-
-_T = TypeVar("_T")
-
-
-def printable(path: str | bytes) -> str:
-    r"""Return a path as text for JSON, with bytes that are no UTF-8 as \xNN.
-
-    For display, not for opening files.
-    """
-    # A JSON string cannot hold what os.fsdecode makes of other bytes: a capture of a root with such a name
-    # failed after its snapshot was committed.
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
-
 
 def encode_job(job: CaptureJob) -> bytes:
     """Return a job as one line, newline included."""
-    return _encoder.encode(job) + b"\n"
+    return msgspec.json.encode(job) + b"\n"
 
 
 def decode_job(data: bytes) -> CaptureJob:
-    """Return a job; raise msgspec.ValidationError or DecodeError for anything else."""
-    return _decode(_job_decoder, data)
+    """Return a job; raise msgspec.DecodeError for anything else."""
+    return decode_json(data, CaptureJob)
 
 
 def encode_message(message: Message) -> bytes:
     """Return a message as one line, newline included."""
-    return _encoder.encode(message) + b"\n"
+    return msgspec.json.encode(message) + b"\n"
 
 
 def decode_message(line: bytes) -> Message:
-    """Return a message; raise msgspec.ValidationError or DecodeError for anything else."""
-    return _decode(_message_decoder, line)
-
-
-def _decode(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:
-    try:
-        return decoder.decode(data)
-    except (UnicodeDecodeError, RecursionError) as error:  # msgspec lets these two through as they are
-        raise msgspec.DecodeError(str(error)) from error
+    """Return a message; raise msgspec.DecodeError for anything else."""
+    message: Message = decode_json(line, Message)
+    return message

@@ -53,7 +53,6 @@ from ciuic.daemon.capture.job import (
     RootJob,
     decode_job,
     encode_message,
-    printable,
 )
 from ciuic.daemon.capture.space import CaptureRoom, NoRoom
 from ciuic.daemon.capture.view import BackingUnreadable, OfflineLog, SealedView, open_log
@@ -62,6 +61,7 @@ from ciuic.errors import Busy, CiuicError, Damaged, UsageError
 from ciuic.excludes import ExcludeMatcher, effective_patterns
 from ciuic.fuse_layer.sealed_format import Sealed, read_sealed
 from ciuic.fuse_layer.undo_format import UndoDamaged, UndoLost, sealed_name
+from ciuic.printable import path_text
 from ciuic.protocol.state_directory import find_state
 from ciuic.repository import Repository, Writer
 from ciuic.repository.trust import require_own
@@ -533,10 +533,10 @@ def _costs_one_root(error: Exception) -> bool:
 def reason_of(error: Exception) -> str:
     """Return why a root was left out, in one line for JSON."""
     if isinstance(error, CiuicError):
-        return printable(error.message)
+        return path_text(error.message)
     if isinstance(error, MemoryError):
         return "the memory limit of a capture was reached while it was read"
-    return printable(str(error) or type(error).__name__)
+    return path_text(str(error) or type(error).__name__)
 
 
 def _log_failure(path: bytes, error: Exception) -> None:
@@ -615,7 +615,7 @@ def _done(snapshot: Snapshot, report: Report, begun: float, read: float) -> Done
         entries=report.entries,
         files_read=report.files_read,
         bytes_read=report.bytes_read,
-        modes={printable(root.path): root.mode for root in snapshot.roots},
+        modes={path_text(root.path): root.mode for root in snapshot.roots},
         seconds=round(ended - begun, 3),
         commit_seconds=ended - read,
         errors=tuple(report.errors),
@@ -673,7 +673,7 @@ def _commit(job: CaptureJob, captured: Captured, writer: Writer, report: Report)
 def _incomplete(report: Report) -> str:
     """Return the note about unreadable entries for the snapshot's message, which `ciuic list` shows."""
     named = ", ".join(
-        printable(os.path.join(error.root, error.path)) for error in report.errors[:PATHS_IN_MESSAGE]
+        path_text(os.path.join(error.root, error.path)) for error in report.errors[:PATHS_IN_MESSAGE]
     )
     more = report.errors_total - min(PATHS_IN_MESSAGE, len(report.errors))
     return f"[not readable: {named}{f' and {more} more' if more else ''}]"
@@ -686,13 +686,13 @@ def _far_times(report: Report, roots: Set[bytes]) -> str:
         return ""
     paths = [path for root in sorted(roots) for path in report.far_times.get(root, ())][:PATHS_IN_MESSAGE]
     more = total - len(paths)
-    named = ", ".join(map(printable, paths))
+    named = ", ".join(map(path_text, paths))
     return f"[times beyond 1677 to 2262 stored as the nearest: {named}{f' and {more} more' if more else ''}]"
 
 
 def _left_out(roots: Sequence[LeftOut]) -> str:
     """Return the note about roots that are not in the snapshot."""
-    named = "; ".join(f"{printable(root.path)}: {root.reason}" for root in roots[:PATHS_IN_MESSAGE])
+    named = "; ".join(f"{path_text(root.path)}: {root.reason}" for root in roots[:PATHS_IN_MESSAGE])
     more = len(roots) - PATHS_IN_MESSAGE
     return f"[left out: {named}{f'; and {more} more' if more > 0 else ''}]"
 
@@ -700,25 +700,25 @@ def _left_out(roots: Sequence[LeftOut]) -> str:
 def failure(error: BaseException, repository: str) -> Failed:
     """Return the message for an error, with the exit status."""
     if isinstance(error, CiuicError):
-        failed = Failed(error=printable(error.message), hint=printable(error.hint), code=error.exit_code)
+        failed = Failed(error=path_text(error.message), hint=path_text(error.hint), code=error.exit_code)
         if isinstance(error, NoRoom):
             code = EXIT_NO_ROOM if error.is_final else error.exit_code
             failed = msgspec.structs.replace(failed, needed_bytes=error.needed_bytes, code=code)
         return failed
     if isinstance(error, UndoLost | UndoDamaged):
         return Failed(
-            error=printable(str(error)), hint="the next snapshot takes these changes", code=EXIT_UNDO_LOST
+            error=path_text(str(error)), hint="the next snapshot takes these changes", code=EXIT_UNDO_LOST
         )
     if isinstance(error, Interrupted):
         return Failed(error="interrupted; nothing was committed", code=EXIT_INTERRUPTED)
     if isinstance(error, OSError):
-        where = f" ({printable(error.filename)})" if isinstance(error.filename, str | bytes) else ""
+        where = f" ({path_text(error.filename)})" if isinstance(error.filename, str | bytes) else ""
         return Failed(
-            error=f"capture into {printable(repository)} failed: {error.strerror or error}{where}",
+            error=f"capture into {path_text(repository)} failed: {error.strerror or error}{where}",
             hint="look at the disk; the next snapshot takes these changes",
         )
     return Failed(
-        error=printable(f"capture failed: {type(error).__name__}: {error}"),
+        error=path_text(f"capture failed: {type(error).__name__}: {error}"),
         hint="this is a bug; the log has more",
     )
 

@@ -24,9 +24,10 @@ import structlog
 import zstandard
 
 from ciuic import STATE_DIR_NAME
-from ciuic.daemon.capture.job import CaptureJob, printable
+from ciuic.daemon.capture.job import CaptureJob
 from ciuic.errors import CiuicError
 from ciuic.excludes import ExcludeMatcher
+from ciuic.printable import path_text
 from ciuic.repository import Repository, Writer
 from ciuic.repository.extent_sharing import can_share
 from ciuic.repository.identity import Bytes
@@ -219,7 +220,7 @@ class CaptureRoom:
                 if measure.sure_bytes > room_bytes:
                     raise self.refusal(
                         measure.sure_bytes,
-                        f"{printable(path)} takes at least {human_size(measure.sure_bytes)}",
+                        f"{path_text(path)} takes at least {human_size(measure.sure_bytes)}",
                     )
 
     def failed(self, error: OSError, writer: Writer) -> OSError | NoRoom:

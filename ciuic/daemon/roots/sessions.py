@@ -13,7 +13,6 @@ keeper has them. A failure costs the third holder of a session and nothing else,
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import signal
 import socket
@@ -25,7 +24,6 @@ from typing import Final
 import structlog
 import trio
 
-from ciuic.daemon.base.systemd import Notifier
 from ciuic.daemon.roots.worker_process import (
     OverlayWorker,
     WorkerOptions,
@@ -34,6 +32,8 @@ from ciuic.daemon.roots.worker_process import (
 )
 from ciuic.fuse_layer.prefork import keeper, messages
 from ciuic.fuse_layer.prefork.client import SpareProcess
+from ciuic.system.sd_daemon import Notifier
+from ciuic.system.unix_sockets import credentials
 
 # Time limit for the answer of a predecessor's keeper: longer than the start of a worker, which may be in
 # progress there.
@@ -72,7 +72,7 @@ class _Predecessor:
         if self._is_silent:
             raise TimeoutError("the keeper hangs")
         try:
-            self._socket.send(json.dumps({"do": what, "root": root}).encode())
+            messages.send(self._socket, {"do": what, "root": root})
             answer, fds = messages.receive(self._socket)
         except TimeoutError:
             self._is_silent = True
@@ -83,7 +83,7 @@ class _Predecessor:
 
     def kill_if_silent(self) -> None:
         """Kill a keeper that has left a request unanswered: it would go on with sessions that another one holds by now."""
-        pid = messages.listener_pid(self._socket)
+        pid = credentials(self._socket).pid
         if self._is_silent and b"ciuic.fuse_layer.standby" in Path(f"/proc/{pid}/cmdline").read_bytes():
             log.error("keeper_hangs", pid=pid)
             os.kill(pid, signal.SIGKILL)

@@ -30,7 +30,7 @@ from ciuic.daemon.base.process_priority import RunningProcess
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.runtime import CutRecord, PendingRecord, RuntimeDirectory
 from ciuic.daemon.base.settings import Settings
-from ciuic.daemon.capture.job import EXIT_UNDO_LOST, CaptureJob, Done, Failed, RootJob, printable
+from ciuic.daemon.capture.job import EXIT_UNDO_LOST, CaptureJob, Done, Failed, RootJob
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.snapshots.capture_process import CaptureProcess, wait_for_stranger
 from ciuic.daemon.snapshots.cut import (
@@ -45,7 +45,7 @@ from ciuic.daemon.snapshots.pending import PendingSnapshot, Phase
 from ciuic.daemon.snapshots.snapshot_queue import Promises, SnapshotQueue
 from ciuic.daemon.snapshots.space_watch import Shortage, SpaceWatch
 from ciuic.errors import CiuicError
-from ciuic.printable import one_line
+from ciuic.printable import one_line, path_text
 from ciuic.protocol.control_types import Progress, RepositoryStatus, SnapshotState, rfc3339
 from ciuic.protocol.span_spool import Attribute
 from ciuic.system.processes import start_ticks
@@ -319,7 +319,7 @@ class Capturing:
             pending.leave_out(os.fsdecode(root.path), root.reason)
         await tell_workers(pending, self._context.roots(), committed=True)
         self.trust.settle(pending)
-        unread = [f"{printable(error.root)}/{printable(error.path)}: {error.error}" for error in done.errors]
+        unread = [f"{path_text(error.root)}/{path_text(error.path)}: {error.error}" for error in done.errors]
         pending.commit(new_bytes=done.new_bytes, errors=unread)
         self._durations.add(done.seconds)
         log.info(

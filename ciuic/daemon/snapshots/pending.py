@@ -46,7 +46,7 @@ import trio
 from ciuic.daemon.base.runtime import CutRecord, PendingRecord
 from ciuic.daemon.capture import job
 from ciuic.daemon.snapshots.capture_process import CODE_KILLED, CaptureProcess
-from ciuic.errors import BY_EXIT_CODE, Busy, CiuicError
+from ciuic.errors import Busy, CiuicError, error_of
 from ciuic.protocol.control_types import Progress, SnapshotState, rfc3339
 
 # Longest time for which a sealed epoch waits for another writer. Waiting costs the job copies of old blocks,
@@ -367,10 +367,10 @@ class PendingSnapshot:
     def fail(self, failure: job.Failed) -> None:
         """Enter FAILED: the snapshot will never exist."""
         self._attempt_runs = False
-        known = BY_EXIT_CODE.get(failure.code, CiuicError)
-        self.failure = known(f"snapshot {self.id} failed: {failure.error}", hint=failure.hint)
+        found = error_of(failure.code, f"snapshot {self.id} failed: {failure.error}", hint=failure.hint)
+        self.failure = found
         self.state.state = "failed"
         self.state.progress = self.state.seconds_left = None
-        self.state.error, self.state.hint, self.state.code = failure.error, failure.hint, known.exit_code
+        self.state.error, self.state.hint, self.state.code = failure.error, failure.hint, found.exit_code
         self._announce("snapshot_failed", self.state)
         self.finished.set()

@@ -96,7 +96,7 @@ def decode_samples(data: bytes) -> list[SpaceSample]:
     """Return the samples in ``data``. StoredRecordDamaged for anything else."""
     try:
         return decode_json(data, list[SpaceSample])[-_MAX_FORECAST_SAMPLES:]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise StoredRecordDamaged(f"it is no history of space: {error}") from error
 
 

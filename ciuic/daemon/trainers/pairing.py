@@ -39,6 +39,7 @@ from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.snapshots.requests import Snapshots
 from ciuic.errors import Busy, CiuicError, NotFound, NotPermitted, Unreachable, UsageError
 from ciuic.excludes import ExcludeMatcher
+from ciuic.printable import path_text
 from ciuic.protocol.control_types import SnapshotRequest
 from ciuic.protocol.pairing import (
     CUT_SECONDS,
@@ -47,13 +48,11 @@ from ciuic.protocol.pairing import (
     Cut,
     Files,
     Known,
-    PairRefused,
     States,
     Taken,
     decode_question,
-    text_of,
 )
-from ciuic.protocol.peer_socket import Caller
+from ciuic.protocol.peer_socket import Caller, Refused
 from ciuic.system.slurm import is_job_tag
 from ciuic.types import PAIRED, Pair, SnapshotId
 from ciuic.units import plural
@@ -220,7 +219,7 @@ class Pairing:
             return await self._cut(asked, caller)
         except CiuicError as error:
             log.info("pair_refused", uid=caller.uid, error=error.message)
-            return PairRefused(error.message, error.hint, error.exit_code)
+            return Refused.of(error)
 
     # -- states of snapshots
 
@@ -252,7 +251,7 @@ class Pairing:
 
     def _repository(self) -> str:
         path = self._store().path
-        return text_of(path) if path is not None else ""
+        return path_text(path) if path is not None else ""
 
     def _is_administrator(self, caller: Caller) -> bool:
         return is_administrator(caller, self._group_id())

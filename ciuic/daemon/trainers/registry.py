@@ -579,7 +579,7 @@ def read_journal(runtime_dir: Path) -> WatchJournal:
         return decode_json((runtime_dir / JOURNAL_NAME).read_bytes(), WatchJournal)
     except FileNotFoundError:
         return WatchJournal()
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (OSError, msgspec.DecodeError) as error:
         log.warning("watched_not_read", error=str(error))
         return WatchJournal()
 

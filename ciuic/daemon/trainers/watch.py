@@ -58,22 +58,20 @@ from ciuic.errors import Busy, CiuicError, NotFound, NotPermitted, UsageError
 from ciuic.printable import escaped
 from ciuic.protocol.control_types import Incident, SnapshotRequest, TrainerStatus
 from ciuic.protocol.heartbeat_page import check_page
-from ciuic.protocol.peer_socket import Caller
+from ciuic.protocol.peer_socket import Caller, Refused
 from ciuic.protocol.watch_client import (
     MAX_MESSAGE_BYTES,
     MAX_TEXT_CHARACTERS,
     SOCKET_NAME,
     Hello,
-    WatchRefused,
     Welcome,
 )
-from ciuic.structs import msgpack_decoder
+from ciuic.structs import decode_msgpack
 from ciuic.system import processes
 
 # Connections, which trainers keep open. 512 trainers are watched at most, some with several managers.
 MAX_CONNECTIONS: Final = 1024
 _MAX_CONNECTIONS_OF_A_USER: Final = 256
-_HELLO: Final[msgspec.msgpack.Decoder[Hello]] = msgpack_decoder(Hello)
 log = structlog.get_logger(__name__)
 
 
@@ -157,7 +155,7 @@ class WatchSocket:
         if not self._permitted(question.caller):
             raise _not_permitted(question.caller)
         try:
-            hello = _HELLO.decode(question.data)
+            hello = decode_msgpack(question.data, Hello)
             texts = (hello.name, hello.where)
             if not hello.name or any(
                 len(text) > MAX_TEXT_CHARACTERS or not text.isprintable() for text in texts
@@ -170,7 +168,7 @@ class WatchSocket:
             pid = processes.pid_of(fds[0])
             for page in fds[1:]:
                 check_page(page)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, OSError) as error:
+        except (ValueError, OSError) as error:
             raise UsageError(f"the message is no registration of a trainer: {error}") from error
         # The process has ended already, or is in another pid namespace: its pid is what the caller says.
         if pid <= 0:
@@ -193,7 +191,7 @@ def _not_permitted(caller: Caller) -> NotPermitted:
 
 def _refused(error: CiuicError) -> bytes:
     log.info("trainer_refused", reason=str(error))
-    return msgspec.msgpack.encode(WatchRefused(error.message, error.hint, error.exit_code))
+    return msgspec.msgpack.encode(Refused.of(error))
 
 
 _LOOK_SECONDS: Final = 1.0

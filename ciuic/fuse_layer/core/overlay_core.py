@@ -325,7 +325,7 @@ class Epochs:
             version, session, epoch, since, current_since, complete, records = decode_msgpack(
                 data, tuple[int, str, int, int, int, bool, dict[int, undo_format.SealedChange]]
             )
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except msgspec.DecodeError:
             return None
         if version != _SESSION_VERSION:
             return None
@@ -362,7 +362,7 @@ class Epochs:
         """
         try:
             version, records = decode_msgpack(data, tuple[int, dict[int, undo_format.SealedChange]])
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except msgspec.DecodeError:
             return
         if version != _DUMP_VERSION:
             return

@@ -27,6 +27,7 @@ from ciuic.fuse_layer.prefork.messages import (
     UNKNOWN_STATUS,
     WORKER,
     listen_for_daemons,
+    send,
 )
 from ciuic.system.child_process import module_command
 from ciuic.system.poll import readable
@@ -213,7 +214,7 @@ class SpareProcess:
             if self._socket is None:
                 return None
             try:
-                socket.send_fds(self._socket, [json.dumps(what).encode()], list(fds))
+                send(self._socket, what, fds)
                 # SOCK_SEQPACKET: an answer is one packet, and an empty one is the end of the connection.
                 answer = self._socket.recv(MESSAGE_BYTES)
             except OSError as error:

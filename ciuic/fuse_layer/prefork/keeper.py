@@ -47,9 +47,9 @@ from ciuic.fuse_layer.prefork import messages
 from ciuic.fuse_layer.prefork.messages import ForkedChild
 from ciuic.fuse_layer.prefork.service import Forker
 from ciuic.fuse_layer.system import mounts
-from ciuic.protocol.socket_http import connect
 from ciuic.protocol.worker_client import peer_pid
 from ciuic.protocol.worker_frames import send_frame
+from ciuic.system.unix_sockets import connect
 
 START_SECONDS: Final = 20.0
 """Time limit of a successor's start, after which it is killed. A daemon that connects waits a little longer
@@ -125,13 +125,13 @@ class Keeper(Forker):
 
     def __init__(self, listener: socket.socket, daemon: socket.socket) -> None:
         """Serve ``daemon``, the connection of the one that started this process, and those that connect to ``listener``."""
-        super().__init__(listener)
+        super().__init__(listener, daemon)
+        self._socket = listener
         # The daemon has called listen(2) before. SO_PEERCRED tells a client which process did so last: it
         # must be this one.
         listener.listen()
         self._kept: dict[str, _Kept] = {}
         self._listens = True
-        self._connected(daemon)
 
     def serve(self) -> ForkedChild | None:
         """Answer requests until no daemon is left and nothing is held; return in each process that is forked."""
@@ -146,7 +146,7 @@ class Keeper(Forker):
             if child is not None:
                 return child
         with suppress(OSError):
-            os.unlink(self._listener.getsockname())
+            os.unlink(self._socket.getsockname())
         self._let_go()
         return None
 
@@ -368,9 +368,9 @@ class Keeper(Forker):
         if wanted != self._listens:
             self._listens = wanted
             if wanted:
-                self._poll.register(self._listener, select.POLLIN)
+                self._poll.register(self._socket, select.POLLIN)
             else:
-                self._poll.unregister(self._listener)
+                self._poll.unregister(self._socket)
 
     def _let_go(self) -> None:
         super()._let_go()

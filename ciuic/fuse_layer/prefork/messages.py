@@ -16,12 +16,13 @@ import secrets
 import select
 import signal
 import socket
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import structlog
+
+from ciuic.system import unix_sockets
 
 FIRST_PASSED_FD: Final = 100
 """Number of the first descriptor that a forked process was given; the others follow in order."""
@@ -50,23 +51,10 @@ def listen_for_daemons(directory: Path) -> socket.socket:
     Raises:
         OSError: there is no room for it, or no descriptor.
     """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        # Before bind(2), which gives the name this mode from its first moment.
-        os.fchmod(listener.fileno(), 0o600)
-        listener.bind(str(directory / f"{KEEPER_PREFIX}{secrets.token_hex(4)}.sock"))
-        listener.listen()
-    except OSError:
-        listener.close()
-        raise
+    path = directory / f"{KEEPER_PREFIX}{secrets.token_hex(4)}.sock"
+    listener = unix_sockets.bind(str(path), socket.SOCK_SEQPACKET)
+    listener.listen()
     return listener
-
-
-def listener_pid(connection: socket.socket) -> int:
-    """Return the process that listens at the other end (SO_PEERCRED of unix(7))."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid: int = struct.unpack("3i", credentials)[0]
-    return pid
 
 
 def receive(connection: socket.socket) -> tuple[list[str] | int | dict[str, Any] | None, list[int]]:
@@ -76,7 +64,7 @@ def receive(connection: socket.socket) -> tuple[list[str] | int | dict[str, Any]
         OSError: the connection has failed.
         ValueError: the request is no JSON. Its descriptors are closed.
     """
-    message, fds, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, MAX_FDS)
+    message, fds, _ = unix_sockets.receive(connection, MESSAGE_BYTES, MAX_FDS)
     try:
         return (json.loads(message) if message else None), fds
     except ValueError:
@@ -86,22 +74,22 @@ def receive(connection: socket.socket) -> tuple[list[str] | int | dict[str, Any]
         raise
 
 
-def reply(connection: socket.socket, answer: int | None, fds: Sequence[int] = ()) -> None:
-    """Answer a request."""
-    socket.send_fds(connection, [json.dumps(answer).encode()], list(fds))
+def send(connection: socket.socket, content: object, fds: Sequence[int] = ()) -> None:
+    """Send a request or an answer. OSError."""
+    connection.sendmsg([json.dumps(content).encode()], unix_sockets.rights(fds))
 
 
-def answer_or_end(connection: socket.socket, answer: int | None, *, forked: bool) -> None:
-    """Answer a request; kill the process that was forked for it when the caller is gone.
+def answer_or_end(connection: socket.socket, pid: int) -> None:
+    """Answer with the number of the process that was forked for a request, 0 for none; kill it when the caller is gone.
 
     Raises:
         OSError: the caller is gone.
     """
     try:
-        reply(connection, answer)
+        send(connection, pid)
     except OSError:
-        if forked and answer:
-            os.kill(answer, signal.SIGKILL)
+        if pid:
+            os.kill(pid, signal.SIGKILL)
         raise
 
 

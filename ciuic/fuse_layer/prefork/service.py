@@ -15,10 +15,8 @@ import os
 import select
 import signal
 import socket
-import struct
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, Final, NoReturn
 
 import structlog
@@ -28,11 +26,9 @@ from ciuic.fuse_layer.prefork import messages
 from ciuic.fuse_layer.prefork.messages import WORKER
 from ciuic.system.child_process import environment, module_command
 from ciuic.system.poll import readable
+from ciuic.system.sd_daemon import Notifier, take_stored_fds
+from ciuic.system.unix_sockets import credentials
 
-_FIRST_LISTENED_FD: Final = 3
-"""SD_LISTEN_FDS_START of sd_listen_fds(3)."""
-_CREDENTIALS: Final = struct.Struct("@iII")
-"""struct ucred of unix(7): pid, uid, gid."""
 _BEATS_PER_PERIOD: Final = 3
 """Notifications in a period of the watchdog: one that is late does not end this process."""
 _MAX_KEPT_STATUSES: Final = 1024
@@ -47,82 +43,59 @@ def is_activated() -> bool:
     return os.environ.get("LISTEN_PID") == str(os.getpid())
 
 
-def _activated_listener() -> socket.socket:
-    """Return the socket on which systemd listens for this process; take its variables out of the environment."""
-    for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"):
-        os.environ.pop(name, None)
-    listener = socket.socket(fileno=_FIRST_LISTENED_FD)
-    listener.set_inheritable(False)
-    return listener
-
-
-class _WatchdogNotifier:
-    """Sender of watchdog notifications to systemd (sd_notify(3), WATCHDOG=1); sends none without WATCHDOG_USEC.
-
-    While the forking process hangs, the job of a worker that dies waits: systemd ends the process, and starts
-    another one.
-    """
-
-    def __init__(self, address: str = "", period_seconds: float = 0) -> None:
-        self.milliseconds = (
-            int(period_seconds * 1000 / _BEATS_PER_PERIOD) if address and period_seconds else None
-        )
-        self._address = "\0" + address[1:] if address.startswith("@") else address
-        self._socket: socket.socket | None = None
-        if self.milliseconds is not None:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-
-    @classmethod
-    def from_environment(cls) -> _WatchdogNotifier:
-        """Return the notifier that the environment asks for; remove its variables, so that workers send nothing in our name."""
-        address, period = (os.environ.pop(name, "") for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC"))
-        os.environ.pop("WATCHDOG_PID", None)
-        return cls(address, int(period) / 1e6 if period.isdigit() else 0)
-
-    def beat(self) -> None:
-        """Tell systemd that this process answers.
-
-        Errors are ignored: workers do not depend on systemd reading them.
-        """
-        if self._socket is not None:
-            with suppress(OSError):
-                self._socket.sendto(b"WATCHDOG=1", self._address)
-
-    def close(self) -> None:
-        """Close the socket, in a process that was forked: it must not notify for its parent."""
-        if self._socket is not None:
-            self._socket.close()
-
-
 def serve() -> messages.ForkedChild | None:
     """Fork workers for ever; return in each process that is forked."""
-    return Forker(_activated_listener(), _WatchdogNotifier.from_environment()).serve()
+    # Their variables are removed, so that workers take no socket for theirs and notify nobody in our name.
+    (listener_fd,) = take_stored_fds(os.environ, os.getpid()).values()
+    notifier = Notifier.from_environment(os.environ, os.getpid())
+    return Forker(socket.socket(fileno=listener_fd), notifier=notifier).serve()
 
 
 class Forker:
-    """Server of a listening SOCK_SEQPACKET socket.
+    """Server of SOCK_SEQPACKET sockets.
 
     Single-threaded, because fork(2) copies the calling thread alone.
     """
 
-    def __init__(self, listener: socket.socket, watchdog: _WatchdogNotifier | None = None) -> None:
+    def __init__(
+        self,
+        listener: socket.socket | None,
+        connection: socket.socket | None = None,
+        *,
+        notifier: Notifier | None = None,
+    ) -> None:
+        """Serve those that connect to ``listener``, if there is one, and a caller that is connected already.
+
+        Args:
+            listener: listening socket.
+            connection: connection of the process that has started this one.
+            notifier: connection to systemd, if that has started this one.
+        """
         self._listener = listener
-        self._watchdog = watchdog or _WatchdogNotifier()
+        self._notifier = notifier or Notifier()
         self._connections: dict[int, socket.socket] = {}
         self._children: dict[int, int] = {}
         """Process number by pidfd."""
         self._statuses: dict[int, int] = {}
         self._poll = select.poll()
-        self._poll.register(listener, select.POLLIN)
+        if listener is not None:
+            self._poll.register(listener, select.POLLIN)
+        if connection is not None:
+            self._connected(connection)
 
     def serve(self) -> messages.ForkedChild | None:
-        """Answer requests for ever; return in each process that is forked."""
-        while True:
-            self._watchdog.beat()
-            fd = self._next_ready(self._watchdog.milliseconds)
+        """Answer requests until nobody can ask any more, and return None; return in each process that is forked."""
+        period_seconds = self._notifier.watchdog_seconds
+        pause_ms = int(period_seconds * 1000 / _BEATS_PER_PERIOD) if period_seconds else None
+        while self._listener is not None or self._connections:
+            # While this process hangs, the job of a worker that dies waits: systemd ends it, and starts another one.
+            if pause_ms is not None:
+                self._notifier.watchdog()
+            fd = self._next_ready(pause_ms)
             child = self._handle(fd) if fd is not None else None
             if child is not None:
                 return child
+        return None
 
     def _next_ready(self, timeout_ms: int | None) -> int | None:
         """Return one descriptor that has something to be handled; None after the timeout."""
@@ -130,12 +103,15 @@ class Forker:
         # stays readable while there is no descriptor to accept a connection with, and the end of a worker
         # must be seen meanwhile.
         ready = [fd for fd, _ in self._poll.poll(timeout_ms)]
-        return min(ready, key=lambda fd: fd == self._listener.fileno(), default=None)
+        return min(ready, key=self._is_listener, default=None)
+
+    def _is_listener(self, fd: int) -> bool:
+        return self._listener is not None and fd == self._listener.fileno()
 
     def _handle(self, fd: int) -> messages.ForkedChild | None:
         """Handle a readable descriptor; return None, and in a process that was forked its request."""
-        if fd == self._listener.fileno():
-            self._accept()
+        if self._listener is not None and self._is_listener(fd):
+            self._accept(self._listener)
         elif fd in self._children:
             self._collect(fd)
         elif fd in self._connections:
@@ -145,16 +121,15 @@ class Forker:
                 return child
         return None
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         try:
-            connection, _ = self._listener.accept()
+            connection, _ = listener.accept()
         except OSError as error:
             # Out of descriptors, or the caller has gone. Other connections are to be served all the same.
             log.warning("connection_not_accepted", error=str(error))
             time.sleep(_PAUSE_SECONDS)
             return
-        size = _CREDENTIALS.size
-        _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+        uid = credentials(connection).uid
         # The socket's mode keeps others out already. What answers here hands out processes with the
         # capabilities of a worker and, in a keeper, the sessions of mounted roots.
         if uid != os.geteuid():
@@ -177,7 +152,7 @@ class Forker:
             asked, fds = None, []
         try:
             if isinstance(asked, int):
-                messages.reply(connection, self._status(asked))
+                messages.send(connection, self._status(asked))
             elif isinstance(asked, list) and all(isinstance(word, str) for word in asked):
                 # Asked before the fork: a daemon whose timeout is over may have had a worker forked
                 # elsewhere.
@@ -187,9 +162,9 @@ class Forker:
                 if pid is None:
                     return messages.ForkedChild(asked, fds)
                 self._watch(pid)
-                messages.answer_or_end(connection, pid, forked=True)
+                messages.answer_or_end(connection, pid)
             elif isinstance(asked, dict):
-                messages.reply(connection, *self._do(asked, fds))
+                messages.send(connection, *self._do(asked, fds))
             else:
                 self._disconnect(connection)
         except (LookupError, TypeError, ValueError) as error:
@@ -254,11 +229,14 @@ class Forker:
         return self._statuses.get(pid, messages.UNKNOWN_STATUS)
 
     def _let_go(self) -> None:
-        for connection in (self._listener, *self._connections.values()):
+        if self._listener is not None:
+            self._listener.close()
+        for connection in self._connections.values():
             connection.close()
         for pidfd in self._children:
             os.close(pidfd)
-        self._watchdog.close()
+        # A process that was forked must not notify for its parent.
+        self._notifier.close()
 
 
 # Variables by which systemd passes sockets to a process (sd_listen_fds(3)) and asks it for notifications
@@ -271,7 +249,7 @@ _SYSTEMD_VARIABLES = (
 
 def exec_standby() -> NoReturn:
     """Replace this process by one that forks workers for a daemon that asks on the socket passed by systemd."""
-    if os.environ.get("LISTEN_PID") != str(os.getpid()):
+    if not is_activated():
         raise UsageError(
             "expected a listening socket from systemd (LISTEN_PID), got none",
             hint="systemctl start ciuic-workers.socket; `ciuic daemon` alone needs no such process",

@@ -127,9 +127,7 @@ class OpenRules:
 
     def load(self, state_fd: int) -> None:
         """Take up what earlier workers learned. A file that cannot be read or understood counts as none."""
-        # msgspec raises UnicodeDecodeError and RecursionError where the other flaws of a message are a
-        # MsgspecError.
-        with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        with suppress(OSError, msgspec.DecodeError):
             learned = decode_msgpack(read_regular(_FILE, _MAX_FILE_BYTES, dir_fd=state_fd), _Learned)
             self._names = dict.fromkeys(learned.names[-MAX_LEARNED_NAMES:])
             self._inodes = dict.fromkeys(learned.inodes[-MAX_LEARNED_INODES:])

@@ -16,7 +16,9 @@ References:
 
 from __future__ import annotations
 
+import os
 import struct
+import time
 from collections.abc import Callable, Sequence
 from typing import Annotated, Final, Literal, NamedTuple
 
@@ -32,7 +34,8 @@ from ciuic.remote.objects.model import (
     RemoteUnreachable,
     TooLargeObject,
 )
-from ciuic.structs import msgpack_decoder
+from ciuic.structs import decode_msgpack
+from ciuic.system.poll import readable
 
 VERSION: Final = 1
 MAGIC: Final = b"\0ciuic-objects\n"
@@ -103,10 +106,6 @@ class Reply(msgspec.Struct, omit_defaults=True):
     append_only: bool = False
 
 
-_ENCODER: Final = msgspec.msgpack.Encoder()
-_REQUESTS: Final = msgpack_decoder(Request)
-_REPLIES: Final = msgpack_decoder(Reply)
-
 ERRORS: Final[dict[str, Callable[[Reply, str], CiuicError]]] = {
     "NoSuchObject": lambda reply, name: NoSuchObject(name),
     "TooLargeObject": lambda reply, name: TooLargeObject(name, reply.size_bytes),
@@ -118,16 +117,6 @@ ERRORS: Final[dict[str, Callable[[Reply, str], CiuicError]]] = {
 """Errors that a server names, and how the client raises them again."""
 
 
-def head(number: int, kind: int, length: int) -> bytes:
-    """Return the head of a frame with ``length`` bytes of payload."""
-    return HEAD.pack(number, kind, length)
-
-
-def encode(message: Request | Reply) -> bytes:
-    """Return a message as the payload of its frame."""
-    return _ENCODER.encode(message)
-
-
 def decode_request(payload: bytes) -> Request:
     """Return the request of a frame.
 
@@ -135,8 +124,8 @@ def decode_request(payload: bytes) -> Request:
         Damaged: it is none.
     """
     try:
-        return _REQUESTS.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return decode_msgpack(payload, Request)
+    except msgspec.DecodeError as error:
         raise Damaged(f"not a request for objects: {error}") from None
 
 
@@ -147,8 +136,8 @@ def decode_reply(payload: bytes) -> Reply:
         NonsenseReply: it is none.
     """
     try:
-        return _REPLIES.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return decode_msgpack(payload, Reply)
+    except msgspec.DecodeError as error:
         raise NonsenseReply(f"what was answered is no reply of ciuic remote serve: {error}") from None
 
 
@@ -190,6 +179,41 @@ def read_frame(read: Callable[[int], bytes]) -> Frame | None:
     if len(payload) < length:
         raise Damaged("the stream ended within a frame")
     return Frame(number, kind, payload)
+
+
+def read_exactly(fd: int, length: int, goes_on: Callable[[float], bool]) -> bytes:
+    """Return so many bytes; fewer at the end.
+
+    Args:
+        fd: pipe.
+        length: number of bytes.
+        goes_on: asked each second in which nothing comes, with the seconds since something did; False ends the wait.
+    """
+    parts = []
+    last = time.monotonic()
+    while length:
+        if not readable(fd, 1.0):
+            if not goes_on(time.monotonic() - last):
+                break
+            continue
+        part = os.read(fd, length)
+        if not part:
+            break
+        last = time.monotonic()
+        parts.append(part)
+        length -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def write_frame(fd: int, number: int, kind: int, payload: bytes | bytearray | memoryview) -> None:
+    """Write a frame whole. OSError."""
+    rest = [memoryview(HEAD.pack(number, kind, len(payload))), memoryview(payload)]
+    while rest:
+        sent = os.writev(fd, rest)
+        while rest and sent >= len(rest[0]):
+            sent -= len(rest.pop(0))
+        if rest:
+            rest[0] = rest[0][sent:]
 
 
 def pieces(parts: Sequence[bytes | bytearray | memoryview]) -> list[memoryview]:

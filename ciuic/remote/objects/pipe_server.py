@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
+import msgspec
+
 from ciuic import __version__
 from ciuic.errors import CiuicError, Damaged
 from ciuic.remote.objects.directory_objects import DirectoryObjects
@@ -42,15 +44,14 @@ from ciuic.remote.objects.pipe_protocol import (
     Reply,
     Request,
     decode_request,
-    encode,
     error_reply,
-    head,
     pieces,
+    read_exactly,
     read_frame,
+    write_frame,
 )
 from ciuic.repository.identity import Bytes
 from ciuic.system.file_locks import open_locked
-from ciuic.system.poll import readable
 from ciuic.units import format_size
 
 _ROUND: Final = re.compile("(?:repositories/[^/]*/)?gc/")
@@ -201,7 +202,7 @@ class _Server:
 
     def run(self) -> None:
         """Answer requests until the stream ends."""
-        self._write(MAGIC)
+        os.write(self._write_fd, MAGIC)
         alive = threading.Thread(target=self._keep_alive, name="alive", daemon=True)
         alive.start()
         workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="request")
@@ -264,9 +265,9 @@ class _Server:
             finally:
                 self._bodies.give_back(len(body))
                 body.clear()
-            payload = encode(reply)
+            payload = msgspec.msgpack.encode(reply)
             if len(payload) > MAX_FRAME_BYTES:
-                payload = encode(error_reply(RemoteRefused("the reply is too long")))
+                payload = msgspec.msgpack.encode(error_reply(RemoteRefused("the reply is too long")))
                 parts = ()
             self._send(number, MESSAGE, payload)
             for piece in pieces(parts):
@@ -393,30 +394,15 @@ class _Server:
 
     def _send(self, number: int, kind: int, payload: Bytes) -> None:
         with self._sending:
-            self._write(head(number, kind, len(payload)))
-            self._write(payload)
-
-    def _write(self, data: Bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._write_fd, view) :]
+            write_frame(self._write_fd, number, kind, payload)
 
     def _read(self, length: int) -> bytes:
         """Return so many bytes; fewer at the end, and when nothing came for long: the client may be gone without a word."""
-        parts = []
-        last = time.monotonic()
-        while length:
-            if not readable(self._read_fd, 1.0):
-                if self._ended.is_set() or time.monotonic() - last > self._idle_seconds:
-                    break
-                continue
-            part = os.read(self._read_fd, length)
-            if not part:
-                break
-            last = time.monotonic()
-            parts.append(part)
-            length -= len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return read_exactly(
+            self._read_fd,
+            length,
+            lambda silent_seconds: not (self._ended.is_set() or silent_seconds > self._idle_seconds),
+        )
 
 
 def _has(objects: DirectoryObjects, name: str, data: bytearray) -> bool:

@@ -23,6 +23,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
+import msgspec
+
 from ciuic.errors import CiuicError, Damaged, UsageError
 from ciuic.remote.objects.model import (
     MAX_OBJECT_BYTES,
@@ -45,11 +47,11 @@ from ciuic.remote.objects.pipe_protocol import (
     Reply,
     Request,
     decode_reply,
-    encode,
-    head,
     pieces,
     raised,
+    read_exactly,
     read_frame,
+    write_frame,
 )
 from ciuic.remote.objects.urls import RemoteUrl, StoreSettings
 from ciuic.repository.identity import Bytes
@@ -421,7 +423,7 @@ class _Connection:
             self._calls[number] = call
         try:
             with self._sending_body if parts else contextlib.nullcontext():
-                self._send(number, MESSAGE, encode(request))
+                self._send(number, MESSAGE, msgspec.msgpack.encode(request))
                 for part in parts:
                     self._send(number, BODY, part)
         except OSError:
@@ -449,13 +451,7 @@ class _Connection:
         with self._sending:
             if self._failure is not None:
                 raise BrokenPipeError
-            rest = [memoryview(head(number, kind, len(payload))), memoryview(payload)]
-            while rest:
-                sent = os.writev(self._write_fd, rest)
-                while rest and sent >= len(rest[0]):
-                    sent -= len(rest.pop(0))
-                if rest:
-                    rest[0] = rest[0][sent:]
+            write_frame(self._write_fd, number, kind, payload)
 
     def _skip_noise(self) -> None:
         """Read until `MAGIC`: a login shell may print something first."""
@@ -529,18 +525,13 @@ class _Connection:
 
     def _read(self, length: int) -> bytes:
         """Return so many bytes, fewer at the end."""
-        parts = []
-        while length:
-            if not readable(self._read_fd, 1.0):
-                if self._calls and time.monotonic() - self._heard > _SILENT_SECONDS:
-                    raise _Lost(f"{self._url} was silent for {_SILENT_SECONDS:.0f} seconds")
-                continue
-            part = os.read(self._read_fd, length)
-            if not part:
-                break
-            parts.append(part)
-            length -= len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return read_exactly(self._read_fd, length, self._is_awaited)
+
+    def _is_awaited(self, _: float) -> bool:
+        # Since the last whole frame: one that comes byte by byte is as good as none.
+        if self._calls and time.monotonic() - self._heard > _SILENT_SECONDS:
+            raise _Lost(f"{self._url} was silent for {_SILENT_SECONDS:.0f} seconds")
+        return True
 
     def _read_stderr(self) -> None:
         assert self._process.stderr is not None

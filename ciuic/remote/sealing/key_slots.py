@@ -502,7 +502,7 @@ def decode_slot(slot: str, data: bytes) -> KeySlot:
                 f"{name} in the remote has version {version}; this ciuic reads {SLOT_VERSION}"
             )
         found = decode_json(body, KeySlot)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise DamagedRemote(name, str(error)) from None
     if found.slot != slot:
         raise DamagedRemote(name, f"it is the slot {found.slot}")

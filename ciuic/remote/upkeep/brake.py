@@ -258,7 +258,7 @@ class Brake:
             return decode_json(read_regular(self._path, _MAX_BYTES + 1), _Memory)
         except FileNotFoundError:
             return _Memory()
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (OSError, msgspec.DecodeError) as error:
             raise Damaged(
                 f"{self._path}, which says what collections of this host hold, cannot be read: {error}",
                 hint="look with `ciuic list --all-claims` for what was given up at once; then delete the file",

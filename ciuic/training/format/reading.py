@@ -312,7 +312,7 @@ def encode_facts(facts: Facts) -> bytes:
 def _decode_facts(data: bytes | bytearray) -> Facts:
     try:
         facts = json_decoder(Facts).decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise ValueError(f"{FACTS_FILE} is malformed: {error}") from None
     others = {name: float(kind) for name, kind in facts.nonfinite.items() if kind in _NONFINITE}
     return msgspec.structs.replace(facts, metrics=facts.metrics | others, nonfinite={})

@@ -6,7 +6,6 @@ starts the writer.
 
 from __future__ import annotations
 
-import array
 import signal
 import socket
 from typing import Final
@@ -14,9 +13,10 @@ from typing import Final
 import msgspec
 
 from ciuic.protocol.watch_client import Hello
-from ciuic.structs import msgpack_decoder
+from ciuic.structs import decode_msgpack
 from ciuic.system.cloud_notices import MetadataService
 from ciuic.system.poll import receive_queued
+from ciuic.system.unix_sockets import receive, rights
 from ciuic.training.remote.uploads import UploadOrder
 from ciuic.training.rules import Keep
 from ciuic.types import Pair, SetMember
@@ -245,8 +245,6 @@ class PreemptionNotice(msgspec.Struct, tag=True, frozen=True):
 
 FromTrainer = Begin | Attach | SaveRequest | Awaited | Finish
 FromWriter = Saved | NotSaved | StoredFiles | Put | Note | PreemptionNotice | Measured
-_TRAINERS: Final[msgspec.msgpack.Decoder[FromTrainer]] = msgpack_decoder(FromTrainer)
-_WRITERS: Final[msgspec.msgpack.Decoder[FromWriter]] = msgpack_decoder(FromWriter)
 
 
 def send(sock: socket.socket, message: FromTrainer | FromWriter, fds: tuple[int, ...] = ()) -> None:
@@ -259,9 +257,8 @@ def send(sock: socket.socket, message: FromTrainer | FromWriter, fds: tuple[int,
     data = msgspec.msgpack.encode(message)
     if len(data) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message must have at most {MAX_MESSAGE_BYTES} bytes, got {len(data)}")
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     # MSG_NOSIGNAL: a writer that has died must not end the training by SIGPIPE.
-    sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
+    sock.sendmsg([data], rights(fds), socket.MSG_NOSIGNAL)
 
 
 def receive_from_trainer(sock: socket.socket) -> tuple[FromTrainer, list[int]] | None:
@@ -272,8 +269,8 @@ def receive_from_trainer(sock: socket.socket) -> tuple[FromTrainer, list[int]] |
     # A message that cannot be decoded ends the conversation: what follows it could not be trusted either.
     got = _receive(sock)
     try:
-        return None if got is None else (_TRAINERS.decode(got[0]), got[1])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None if got is None else (decode_msgpack(got[0], FromTrainer), got[1])
+    except msgspec.DecodeError:
         return None
 
 
@@ -281,18 +278,15 @@ def receive_from_writer(sock: socket.socket) -> FromWriter | None:
     """Receive the next message; None if the writer is gone or the message cannot be decoded."""
     got = _receive(sock)
     try:
-        return None if got is None else _WRITERS.decode(got[0])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None if got is None else decode_msgpack(got[0], FromWriter)
+    except msgspec.DecodeError:
         return None
 
 
 def _receive(sock: socket.socket) -> tuple[bytes, list[int]] | None:
     try:
-        # Close-on-exec: children of the program must not inherit arenas. No message has more than two
-        # descriptors.
-        data, fds, _, _ = receive_queued(
-            lambda: socket.recv_fds(sock, MAX_MESSAGE_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
-        )
+        # No message has more than two descriptors.
+        data, fds, _ = receive_queued(lambda: receive(sock, MAX_MESSAGE_BYTES, 4))
     except OSError:
         return None
     return (data, fds) if data else None

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Final
 
 from ciuic.errors import CiuicError
-from ciuic.protocol.pairing import ANSWER_SECONDS, Cut, Taken, answer, ask, pair_socket, text_of
+from ciuic.printable import path_text
+from ciuic.protocol.pairing import ANSWER_SECONDS, Cut, Taken, answer, ask, pair_socket
 from ciuic.training.writer.messages import Asking, Manifest
 from ciuic.types import Pair
 
@@ -63,7 +64,7 @@ class FilesystemPairing:
             ValueError: `wanted` is a single path.
         """
         self._wanted = _roots_of(wanted)
-        self._repository = text_of(os.path.realpath(save_dir))
+        self._repository = path_text(os.path.realpath(save_dir))
         self._socket = "" if self._wanted is None else pair_socket(os.environ)
         """Path of the daemon's socket, found once: no file is read at the instant of a snapshot."""
 
@@ -155,5 +156,5 @@ def _roots_of(wanted: Roots) -> tuple[str, ...] | None:
     # A string is a sequence too: its letters would be taken for directories.
     if isinstance(wanted, (str, os.PathLike)):
         raise ValueError(f"filesystem must be True, False or a list of directories, got {wanted!r}")
-    roots = tuple(text_of(os.path.abspath(os.fspath(root))) for root in wanted)
+    roots = tuple(path_text(os.path.abspath(os.fspath(root))) for root in wanted)
     return roots or None

@@ -167,7 +167,7 @@ def _read_report(path: str, rank: int, deadline: _Deadline) -> list[StoredFile]:
     try:
         report = decode_msgpack(data, _ReportRecord)
     # Unlocked and incomplete: the writer died, and the kernel released its lock.
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except msgspec.DecodeError:
         raise OSError(f"the writer of rank {rank} died") from None
     if report.problem:
         raise OSError(f"rank {rank}: {report.problem}")

@@ -56,7 +56,7 @@ def read_safetensors(reader: BoundedReader) -> Structure:
     text = reader.at(8, length, "its header")
     try:
         tensors = _decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+    except (msgspec.DecodeError, OverflowError) as error:
         raise TornContent(f"its header is not the JSON of tensors: {error}") from None
     end, last = _check_tiling(tensors)
     start = 8 + length

@@ -8,8 +8,8 @@ from pathlib import Path
 import trio
 
 from ciuic.config import load_config
-from ciuic.daemon.base.systemd import Notifier
 from ciuic.daemon.service import Daemon, status_document
+from ciuic.system.sd_daemon import Notifier
 
 
 def test_a_daemon_that_has_just_begun_names_every_configured_root(tmp_path: Path) -> None:

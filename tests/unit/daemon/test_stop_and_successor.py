@@ -12,9 +12,9 @@ import trio
 from ciuic.config import load_config
 from ciuic.daemon import service
 from ciuic.daemon.base.runtime import CutRecord, PendingRecord, RuntimeDirectory
-from ciuic.daemon.base.systemd import Notifier
 from ciuic.daemon.service import Daemon
 from ciuic.errors import CiuicError
+from ciuic.system.sd_daemon import Notifier
 
 RECORD = PendingRecord(id="cs-1", time_ns=1, cuts=[CutRecord(path="/a", session="s", epoch=3)])
 

@@ -146,7 +146,7 @@ class ActionLog:
             for line in data.splitlines():
                 try:
                     found.append(decode_json(line, LogLine))
-                except (msgspec.DecodeError, UnicodeDecodeError):
+                except msgspec.DecodeError:
                     continue
         return found
 
@@ -234,8 +234,8 @@ def _path(text: str) -> bytes:
 def question_of(text: str) -> Question:
     """Return the question in the query of a request. Raises UsageError."""
     try:
-        question: Question = decode_json(unquote_to_bytes(text), Question)  # type: ignore[arg-type]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        question: Question = decode_json(unquote_to_bytes(text), Question)
+    except msgspec.DecodeError as error:
         raise UsageError(f"the question cannot be read: {error}") from error
     if isinstance(question, CompareQuestion):
         for id_, path in ((question.old, question.old_path), (question.new, question.path)):
@@ -404,7 +404,7 @@ class Broker:
     async def _begin(self, body: bytes) -> Action:
         try:
             order = decode_json(body, Order)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except msgspec.DecodeError as error:
             raise UsageError(f"the order cannot be read: {error}") from error
         # A proxy alone says who calls.
         order.who = self._grants.check(order.grant, ACTIONS[order.kind]).name or order.who
@@ -487,7 +487,7 @@ class Broker:
         progress.said = said.decode("utf-8", "backslashreplace").strip()
         try:
             progress.document = _shortened(decode_json(bytes(out), dict[str, Any])) if out else None
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except msgspec.DecodeError:
             progress.document = None
         progress.code, progress.ended_ns = code, time.time_ns()
         if progress.kind in CHANGES:
@@ -506,7 +506,7 @@ class Broker:
                 try:
                     action.progress.state = decode_json(line, dict[str, Any])
                     action.change()
-                except (msgspec.DecodeError, UnicodeDecodeError):
+                except msgspec.DecodeError:
                     if len(said) < _MAX_OUTPUT_BYTES:
                         said += line + b"\n"
             rest = rest[-_MAX_OUTPUT_BYTES:]

@@ -73,16 +73,6 @@ async def _serve(job: FrontJob) -> None:
         nursery.cancel_scope.cancel()
 
 
-def _first_line() -> bytes:
-    line = b""
-    while not line.endswith(b"\n") and len(line) < _MAX_JOB_BYTES:
-        piece = os.read(0, 1)
-        if not piece:
-            break
-        line += piece
-    return line
-
-
 def _confine(job: FrontJob) -> None:
     """Give up what serving the page takes no privilege for; call before threads are started."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -98,7 +88,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logs.configure()
     try:
-        job = decode_json(_first_line(), FrontJob)
+        job = decode_json(sys.stdin.buffer.readline(_MAX_JOB_BYTES), FrontJob)
         _confine(job)
         trio.run(_serve, job)
     except NotPermitted as error:

@@ -9,7 +9,6 @@ References: unix(7), SO_PEERCRED and SCM_RIGHTS.
 
 from __future__ import annotations
 
-import array
 import secrets
 import socket
 import time
@@ -24,12 +23,12 @@ from ciuic.cli.commands.web.rights import Admission, Grant, Right
 from ciuic.errors import NotPermitted
 from ciuic.protocol.peer_socket import Caller, caller_of
 from ciuic.structs import decode_json
+from ciuic.system.unix_sockets import descriptors_in, rights, room_for
 
 _RENEWED_SECONDS: Final = 3600.0
 # A link that is asked for right before a grant is renewed, and a session after it, end before the grant.
 _GRANT_SECONDS: Final = SESSION_SECONDS + 2 * _RENEWED_SECONDS
 _MAX_MESSAGE_BYTES: Final = 4096
-_DESCRIPTOR_ROOM: Final = socket.CMSG_SPACE(array.array("i").itemsize)
 _PAUSE_SECONDS: Final = 0.1
 
 
@@ -88,10 +87,7 @@ class Grants:
                 connection, _ = await listening.accept()
                 with connection:
                     grant = self.of(caller_of(cast(socket.socket, connection)))
-                    descriptor = array.array("i", [connection.fileno()])
-                    await sending.sendmsg(
-                        [msgspec.json.encode(grant)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor)]
-                    )
+                    await sending.sendmsg([msgspec.json.encode(grant)], rights([connection.fileno()]))
             except OSError:
                 # The caller has gone, or descriptors are short: as trio.serve_listeners waits then.
                 await trio.sleep(_PAUSE_SECONDS)
@@ -112,13 +108,13 @@ class HandedListener(trio.abc.Listener[trio.SocketStream]):
     async def accept(self) -> trio.SocketStream:
         """Return the next connection."""
         while True:
-            data, ancillary, _, _ = await self._channel.recvmsg(_MAX_MESSAGE_BYTES, _DESCRIPTOR_ROOM)
+            data, ancillary, _, _ = await self._channel.recvmsg(_MAX_MESSAGE_BYTES, room_for(1))
             if not data:
                 # The broker is gone, and the end of standard input ends this process.
                 await trio.sleep_forever()
             # Without a descriptor where this process has too many.
-            for _, _, packed in ancillary:
-                connection = socket.socket(fileno=array.array("i", packed)[0])
+            for fd in descriptors_in(ancillary):
+                connection = socket.socket(fileno=fd)
                 self._access.admit(caller_of(connection), decode_json(data, Grant))
                 return trio.SocketStream(trio.socket.from_stdlib_socket(connection))
 

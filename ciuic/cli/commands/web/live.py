@@ -18,7 +18,7 @@ import h11
 import msgspec
 import trio
 
-from ciuic.errors import BY_EXIT_CODE, CiuicError, Unreachable
+from ciuic.errors import CiuicError, Unreachable
 from ciuic.protocol.control_types import ErrorDocument
 from ciuic.structs import decode_json
 
@@ -78,11 +78,9 @@ class SocketClient:
 
 def _refused(body: bytes) -> CiuicError:
     try:
-        found = decode_json(body, ErrorDocument)
+        return decode_json(body, ErrorDocument).raised()
     except msgspec.DecodeError:
         return Unreachable("the answer behind the page's own socket cannot be read")
-    kind = BY_EXIT_CODE.get(found.code, CiuicError)
-    return kind(found.error, hint=found.hint)
 
 
 class Live:
@@ -128,7 +126,7 @@ class Live:
     def _take(self, data: bytes) -> None:
         try:
             event = decode_json(data, dict[str, Any])
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except msgspec.DecodeError:
             return
         # Without line ends, which would end the field.
         self.push("ciuic", msgspec.json.encode(event))

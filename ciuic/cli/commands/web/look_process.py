@@ -53,15 +53,11 @@ def main() -> int:
         confine(job.front, syscall_profiles.READER, MAX_SECONDS)
         found = _answer(job)
     except CiuicError as error:
-        found = ErrorDocument(error=error.message, hint=error.hint, code=error.exit_code)
+        found = ErrorDocument.of(error)
     except (OSError, msgspec.DecodeError) as error:
-        found = ErrorDocument(error=str(error), hint="", code=CiuicError.exit_code)
+        found = ErrorDocument(error=str(error))
     except MemoryError:
-        found = ErrorDocument(
-            error=f"this takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory",
-            hint="",
-            code=CiuicError.exit_code,
-        )
+        found = ErrorDocument(error=f"this takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory")
     sys.stdout.buffer.write(msgspec.json.encode(found))
     sys.stdout.buffer.flush()
     return 1 if isinstance(found, ErrorDocument) else 0

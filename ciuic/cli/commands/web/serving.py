@@ -26,6 +26,7 @@ from ciuic.errors import Busy, CiuicError, NotPermitted
 from ciuic.protocol.http_server import serve_http
 from ciuic.protocol.peer_socket import allow_descriptors
 from ciuic.system.child_process import environment, module_command
+from ciuic.system.unix_sockets import bind, listener_of
 
 WEB_SOCKET: Final = "web.sock"
 _BROKER_SOCKET: Final = "private/broker.sock"
@@ -48,18 +49,11 @@ def unix_listener(
     """
     try:
         path.parent.mkdir(mode=directory_mode, parents=True, exist_ok=True)
-        with socket.socket(socket.AF_UNIX) as probe:
-            try:
-                probe.connect(os.fspath(path))
-            except OSError:
-                path.unlink(missing_ok=True)
-            else:
-                raise Busy(f"another ciuic web listens at {path}")
-        listener = socket.socket(socket.AF_UNIX)
+        if listener_of(os.fspath(path)) is not None:
+            raise Busy(f"another ciuic web listens at {path}")
+        listener = bind(os.fspath(path), socket.SOCK_STREAM)
         # Closing another user's descriptor may block (`peer_socket`).
         allow_descriptors(listener, allowed=False)
-        listener.bind(os.fspath(path))
-        # Before listen(2), so that nobody connects while the mode is that of the umask.
         path.chmod(mode)
         if owner is not None:
             os.chown(path, *owner)

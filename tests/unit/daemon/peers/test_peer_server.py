@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import trio
 import trio.testing
+from msgspec import msgpack
 
 from ciuic.daemon import peer_receiver
 from ciuic.daemon import peer_server as server_module
@@ -21,18 +22,18 @@ from ciuic.daemon.peer_messages import (
     AnswerCaller,
     Arrived,
     Beat,
+    FromDaemon,
     Hung,
     KnownUsers,
     Ready,
     ReceiverOptions,
     Said,
-    decode_from_daemon,
-    encode,
 )
 from ciuic.daemon.peer_server import PeerQuestion, PeerReply, PeerServer, _Conversation
 from ciuic.daemon.roots.permission import owners
 from ciuic.protocol import pairing
 from ciuic.protocol.peer_socket import Caller
+from ciuic.structs import decode_msgpack
 
 OPTIONS = ReceiverOptions(
     path="/run/x.sock", max_message_bytes=1024, max_connections=8, max_connections_of_a_user=8
@@ -64,10 +65,10 @@ class Conversed:
             async with trio.open_nursery() as nursery:
                 self.server._nursery = nursery
                 nursery.start_soon(_Conversation(self.server, channel, os.getpid()).hold)
-                for index, message in enumerate((*messages, encode(_said(b"last")))):
+                for index, message in enumerate((*messages, msgpack.encode(_said(b"last")))):
                     socket.send_fds(theirs, [message], list(fds) if index == 0 else [])
                 while not said or said[-1] != AnswerCaller(99, b"LAST"):
-                    said.append(decode_from_daemon(await peer.recv(MAX_MESSAGE_BYTES)))
+                    said.append(decode_msgpack(await peer.recv(MAX_MESSAGE_BYTES), FromDaemon))
                 peer.close()
                 await trio.testing.wait_all_tasks_blocked()
                 self.standing = [alert.key for alert in self.alerts.standing()]
@@ -85,18 +86,25 @@ def _said(data: bytes) -> Said:
 def test_messages_that_cannot_be_handled_cost_their_connections() -> None:
     """Without descriptors left, callers are not admitted, and the conversation with the receiver goes on."""
     conversed = Conversed(admit=_no_descriptor, known=_no_descriptor)
-    assert conversed.process_messages(encode(Ready()), encode(Arrived(1, 5, (5,))), encode(Beat(1))) == []
+    assert (
+        conversed.process_messages(
+            msgpack.encode(Ready()), msgpack.encode(Arrived(1, 5, (5,))), msgpack.encode(Beat(1))
+        )
+        == []
+    )
     assert conversed.server.ready.is_set()
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"\xc1", b"x", b"\x81\xa4type\xa2\xff\xff", b"\x91" * 60000, encode(Admit(1))]
+    "garbage", [b"\xc1", b"x", b"\x81\xa4type\xa2\xff\xff", b"\x91" * 60000, msgpack.encode(Admit(1))]
 )
 def test_a_message_that_cannot_be_decoded_costs_itself(garbage: bytes) -> None:
     """Descriptors of such a message are closed, and the next message is handled."""
     conversed = Conversed(known=lambda: [7])
     read_end, write_end = os.pipe()
-    assert conversed.process_messages(garbage, encode(Beat(1)), fds=(write_end,)) == [KnownUsers((7,))]
+    assert conversed.process_messages(garbage, msgpack.encode(Beat(1)), fds=(write_end,)) == [
+        KnownUsers((7,))
+    ]
     os.close(write_end)
     # The end of the pipe, because no process has its other end open.
     assert os.read(read_end, 1) == b""
@@ -107,14 +115,14 @@ def test_a_hung_helper_is_an_alert_even_without_a_descriptor(monkeypatch: pytest
     """The alert stands while the helper lives, also where no pidfd of it could be opened."""
     monkeypatch.setattr(server_module.os, "pidfd_open", _no_descriptor)
     conversed = Conversed()
-    conversed.process_messages(encode(Hung(5, os.getpid())))
+    conversed.process_messages(msgpack.encode(Hung(5, os.getpid())))
     assert conversed.standing == ["socket:x.sock:5"]
     gone = os.fork()
     if gone == 0:
         os._exit(0)
     os.waitpid(gone, 0)
     conversed = Conversed()
-    conversed.process_messages(encode(Hung(5, gone)))
+    conversed.process_messages(msgpack.encode(Hung(5, gone)))
     assert conversed.standing == []
 
 
@@ -165,5 +173,5 @@ def test_the_groups_of_a_caller_fit_into_a_message() -> None:
     assert caller.groups == most
     data = bytes(pairing.MAX_MESSAGE_BYTES)
     longest = Said(number=2**40, uid=2**31, groups=tuple(most), data=data, trouble="x" * 1000)
-    assert len(encode(longest)) <= MAX_MESSAGE_BYTES
+    assert len(msgpack.encode(longest)) <= MAX_MESSAGE_BYTES
     assert peer_receiver.limited(Caller(5, most | {1})) == Caller(5, frozenset())

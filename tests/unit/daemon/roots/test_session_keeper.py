@@ -17,13 +17,13 @@ from support.second_user import MADE_UP, run_as
 from support.until import until, until_async
 
 from ciuic.daemon.base.settings import RootSettings
-from ciuic.daemon.base.systemd import Notifier
 from ciuic.daemon.roots import mount_hooks, sessions
 from ciuic.daemon.roots.mount_hooks import RealMounts
 from ciuic.daemon.roots.sessions import SessionKeeper, SessionStore
 from ciuic.daemon.roots.worker_process import WorkerDied, WorkerOptions
 from ciuic.fuse_layer.prefork.client import SpareProcess
 from ciuic.system.child_process import environment
+from ciuic.system.sd_daemon import Notifier
 
 
 class Bench:

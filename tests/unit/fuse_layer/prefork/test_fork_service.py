@@ -27,7 +27,7 @@ from ciuic.system.poll import readable
 _REFUSED = 2
 """Exit status of a worker with a command line that it does not understand (argparse)."""
 # As systemd starts it: the listening socket is descriptor 3, LISTEN_PID is the process itself.
-_ACTIVATED = "import os, sys; os.environ['LISTEN_PID'] = str(os.getpid()); os.dup2(int(sys.argv[1]), 3); os.execv(sys.executable, [sys.executable, '-m', 'ciuic.fuse_layer.standby', sys.argv[2]])"
+_ACTIVATED = "import os, sys; os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS='1'); os.dup2(int(sys.argv[1]), 3); os.execv(sys.executable, [sys.executable, '-m', 'ciuic.fuse_layer.standby', sys.argv[2]])"
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_worker_whose_pid_cannot_be_reported_is_ended() -> None:
     daemon, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     daemon.close()
     with connection, pytest.raises(OSError, match="Broken pipe"):
-        messages.answer_or_end(connection, process.pid, forked=True)
+        messages.answer_or_end(connection, process.pid)
     assert process.wait(30) == -signal.SIGKILL
 
 

@@ -50,8 +50,6 @@ from ciuic.remote.objects.pipe_protocol import (
     Reply,
     Request,
     decode_reply,
-    encode,
-    head,
     read_frame,
 )
 from ciuic.remote.objects.pipe_server import serve
@@ -296,17 +294,16 @@ class Scripted:
                 """
                 import os, sys
                 from ciuic.remote.objects.pipe_protocol import *
-                from ciuic.remote.objects.pipe_protocol import _REQUESTS
                 def read(length):
                     parts = b""
                     while len(parts) < length and (part := os.read(0, length - len(parts))):
                         parts += part
                     return parts
                 def say(number, reply, body=b"", kind=MESSAGE):
-                    payload = encode(reply)
-                    os.write(1, head(number, kind, len(payload)) + payload)
+                    payload = msgspec.msgpack.encode(reply)
+                    os.write(1, HEAD.pack(number, kind, len(payload)) + payload)
                     if body:
-                        os.write(1, head(number, BODY, len(body)) + body)
+                        os.write(1, HEAD.pack(number, BODY, len(body)) + body)
                 os.write(1, MAGIC)
                 def requests():
                     while (frame := read_frame(read)) is not None:
@@ -337,10 +334,10 @@ class Scripted:
         "say(number, Reply(body_bytes=-1))",
         "say(number, Reply(body_bytes=4, size_bytes=4, lengths=[4], created=True), b'12345678')",
         "say(number + 1, Reply())",
-        "os.write(1, head(number, BODY, 4) + b'1234')",
-        "os.write(1, head(number, 77, 0))",
-        "os.write(1, head(number, MESSAGE, 1 << 30))",
-        "os.write(1, head(number, MESSAGE, 5) + b'ohnoo')",
+        "os.write(1, HEAD.pack(number, BODY, 4) + b'1234')",
+        "os.write(1, HEAD.pack(number, 77, 0))",
+        "os.write(1, HEAD.pack(number, MESSAGE, 1 << 30))",
+        "os.write(1, HEAD.pack(number, MESSAGE, 5) + b'ohnoo')",
         "os.write(1, b'junk' * 100)",
         "say(number, Reply(infos=[('w/b', 1, 1), ('w/a', 1, 1)] * 500, lengths=[9], size_bytes=-3))",
         "say(number, Reply(infos=[('../../etc/passwd', 1, 1)], lengths=[-4, 4], size_bytes=5))",
@@ -381,7 +378,7 @@ def test_a_server_that_says_nothing_counts_as_gone(tmp_path: Path, monkeypatch: 
             for _ in range(6):
                 time.sleep(1)
                 if request.name == "slow":
-                    os.write(1, head(0, ALIVE, 0))
+                    os.write(1, HEAD.pack(0, ALIVE, 0))
             say(number, Reply(body_bytes=2), b"ok")
         """,
     )
@@ -434,8 +431,8 @@ class Piped:
 
     def send(self, number: int, request: Request) -> None:
         """Send a request without its body."""
-        payload = encode(request)
-        os.write(self.write_fd, head(number, MESSAGE, len(payload)) + payload)
+        payload = msgspec.msgpack.encode(request)
+        os.write(self.write_fd, HEAD.pack(number, MESSAGE, len(payload)) + payload)
 
     def reply(self) -> Reply:
         """Return the next reply."""
@@ -459,9 +456,9 @@ def test_a_body_that_is_cut_leaves_nothing(tmp_path: Path) -> None:
     piped.send(1, Request("open", length=VERSION, make=True))
     assert piped.reply().error == ""
     piped.send(2, Request("put", "whole", body_bytes=4))
-    os.write(piped.write_fd, head(2, BODY, 4) + b"1234")
+    os.write(piped.write_fd, HEAD.pack(2, BODY, 4) + b"1234")
     piped.send(3, Request("put", "cut", body_bytes=8))
-    os.write(piped.write_fd, head(3, BODY, 4) + b"1234")
+    os.write(piped.write_fd, HEAD.pack(3, BODY, 4) + b"1234")
     piped.end()
     assert piped.error is None
     objects = DirectoryObjects(str(tmp_path / "d"))
@@ -510,7 +507,7 @@ def test_a_directory_with_a_limit_never_grows_beyond_it(
                 piped = connections[number % 2]
                 piped.send(number, Request(kind, f"packs/o{name}", body_bytes=size_bytes))
                 if size_bytes:
-                    os.write(piped.write_fd, head(number, BODY, size_bytes) + bytes(size_bytes))
+                    os.write(piped.write_fd, HEAD.pack(number, BODY, size_bytes) + bytes(size_bytes))
                 assert piped.reply().error == ("" if fits else "RemoteFull")
                 if not fits:
                     assert there() == before

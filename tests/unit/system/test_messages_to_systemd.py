@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ciuic.daemon.base.systemd import Notifier, take_stored_fds
+from ciuic.system.sd_daemon import Notifier, take_stored_fds
 
 
 @pytest.fixture

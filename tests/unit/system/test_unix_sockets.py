@@ -1,0 +1,57 @@
+"""Tests of what all Unix sockets of ciuic share."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from ciuic.system.unix_sockets import bind, connect, credentials, listener_of, receive, rights, socket_address
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+@pytest.mark.parametrize("asked", [0, 1, 2, 3])
+def test_descriptors_are_close_on_exec_and_bounded(asked: int) -> None:
+    """Received descriptors are closed on exec, and there are no more than there is room for."""
+    ours, theirs = _pair()
+    with ours, theirs:
+        theirs.sendmsg([b"x"], rights([0] * asked))
+        data, fds, _ = receive(ours, 10, 2)
+    assert data == b"x"
+    assert len(fds) == min(asked, 2)
+    for fd in fds:
+        assert not os.get_inheritable(fd)
+        os.close(fd)
+
+
+def test_flags_are_obeyed() -> None:
+    """With MSG_DONTWAIT nothing is waited for, unlike with socket.recv_fds."""
+    ours, theirs = _pair()
+    with ours, theirs, pytest.raises(BlockingIOError):
+        receive(ours, 10, 2, socket.MSG_DONTWAIT)
+
+
+@pytest.mark.parametrize("length", [10, 150])
+def test_a_path_of_any_length(short_tmp: Path, length: int) -> None:
+    """A socket replaces the one that was left there, is its user's alone, and is found by whoever asks who listens."""
+    directory = short_tmp / ("d" * length)
+    directory.mkdir()
+    path = os.fspath(directory / "socket")
+    assert listener_of(path) is None
+    with socket_address(path) as address:
+        bind(address, socket.SOCK_STREAM).close()
+        assert listener_of(path) is None
+        bound = bind(address, socket.SOCK_STREAM)
+    with bound as listener, socket.socket(socket.AF_UNIX) as caller:
+        assert stat.S_IMODE(Path(path).stat().st_mode) == 0o600
+        listener.listen()
+        found = listener_of(path)
+        assert found == (os.getpid(), os.geteuid(), os.getegid())
+        connect(caller, path, 1.0)
+        assert credentials(caller) == found
