@@ -19,7 +19,6 @@ from ciuic.repository import pack_format as pf
 from ciuic.repository.errors import DamagedPack
 from ciuic.repository.identity import HashName
 from ciuic.repository.model import ChunkLocation, PackInfo, PackKind, PackRecord
-from ciuic.system import page_cache
 from ciuic.system.disk import open_regular
 
 _NAME = re.compile(r"([0-9a-f]{16})\.pack\Z")
@@ -268,6 +267,9 @@ class Packs:
         Raises:
             NotFound: the pack is gone.
         """
+        # Imported here: readers need no ctypes (2 ms).
+        from ciuic.system import page_cache
+
         # A duplicate, because the cached descriptor may be closed meanwhile.
         fd = os.dup(self.descriptor(number))
         try:

@@ -14,31 +14,23 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from ciuic.errors import CiuicError, Partial
-from ciuic.repository.lookup import Located
+import msgspec
+
+from ciuic.errors import CiuicError, Damaged, Partial
+from ciuic.excludes import ExcludeMatcher, effective_patterns
+from ciuic.repository.directory_trees import Lineage
+from ciuic.repository.lookup import Located, join
 from ciuic.system.shell_quoting import shown
-from ciuic.types import Entry, recorded_time
+from ciuic.types import FLAG_MOUNTPOINT, Entry, recorded_time
 from ciuic.units import plural
 
 if TYPE_CHECKING:
     from ciuic.repository import Repository
     from ciuic.types import Snapshot
-
-
-import hashlib
-from collections.abc import Iterator, Sequence
-
-from ciuic.errors import Damaged
-from ciuic.excludes import ExcludeMatcher, effective_patterns
-from ciuic.repository import Repository
-from ciuic.repository.directory_trees import Lineage
-from ciuic.repository.lookup import join
-from ciuic.types import FLAG_MOUNTPOINT
 
 
 class Selection:
@@ -63,9 +55,10 @@ class Selection:
         top = os.fsdecode(source.path)
         self._include = ExcludeMatcher(source.path, effective_patterns(top, (), include)) if include else None
         self._exclude = ExcludeMatcher(source.path, effective_patterns(top, (), exclude))
-        self.digest = hashlib.sha256(
-            repr((tuple(include), tuple(exclude))).encode(errors="surrogateescape")
-        ).digest()
+        # Imported here: it loads OpenSSL (3 ms), and most restores choose nothing.
+        from hashlib import sha256
+
+        self.digest = sha256(repr((tuple(include), tuple(exclude))).encode(errors="surrogateescape")).digest()
         """Tells one choice from another in the journal of a restore."""
         self._leading: set[bytes] = set()
         if self._include is not None and source.entry.is_dir:
@@ -241,8 +234,7 @@ class Kept(NamedTuple):
     """Function of an absolute path at the snapshot that returns True for a directory that stays, whatever goes from below it."""
 
 
-@dataclass(frozen=True)
-class RestorePlan:
+class RestorePlan(msgspec.Struct, frozen=True):
     """A restore without conflicts, ready for `execute`. Nothing has been changed yet."""
 
     repository: Repository
@@ -261,8 +253,7 @@ class RestorePlan:
     """Reason for which special files are left out although nobody asked for it; empty otherwise."""
 
 
-@dataclass
-class Result:
+class Result(msgspec.Struct):
     """Result of a restore. Counts are of files, links and other non-directories unless stated otherwise."""
 
     dry_run: bool = False
@@ -272,16 +263,16 @@ class Result:
     skipped: int = 0
     """Number of files that were right already or left alone by the overwrite mode; attributes may have been set."""
     directories: int = 0
-    removed: list[bytes] = field(default_factory=list)
+    removed: list[bytes] = []
     """Tops of the trees that were removed."""
-    failed: list[Failure] = field(default_factory=list)
-    open_for_writing: list[bytes] = field(default_factory=list)
+    failed: list[Failure] = []
+    open_for_writing: list[bytes] = []
     """Restored files that were open for writing at the cut."""
-    not_held: list[bytes] = field(default_factory=list)
+    not_held: list[bytes] = []
     """Restored files whose content may be later than the cut."""
-    far_times: list[bytes] = field(default_factory=list)
+    far_times: list[bytes] = []
     """Restored files whose modification time was farther from 1970 than a snapshot holds; they have the nearest."""
-    left_out: list[OmittedSpecial] = field(default_factory=list)
+    left_out: list[OmittedSpecial] = []
     """Special files and attributes that were not restored."""
     left_out_because: str = ""
     """`RestorePlan.foreign_reason`, if something was left out for it; the restore is not complete then."""

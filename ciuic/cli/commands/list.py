@@ -11,7 +11,6 @@ manifest is read.
 
 from __future__ import annotations
 
-import heapq
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -305,7 +304,7 @@ def _people(session: Session, infos: list[SnapshotInfo], asked: _Filter) -> None
     lost = _lost(session, asked)
     if infos or lost:
         # Both kinds count: -n 1 shows the newest of all.
-        newest = heapq.nlargest(asked.limit or sys.maxsize, _times(infos) + _times(lost))[-1]
+        newest = sorted(_times(infos) + _times(lost), reverse=True)[: asked.limit or sys.maxsize][-1]
         shown_infos = [info for info in infos if info.time_ns >= newest]
         _table(session, shown_infos, [one for one in lost if one.time_ns >= newest])
     elif asked.is_set or not session.snapshots.names():

@@ -8,7 +8,6 @@ plainly. Nothing of the run's session is needed.
 
 from __future__ import annotations
 
-import binascii
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -126,6 +125,9 @@ def json_name(key: str, path: bytes) -> dict[str, Any]:
     try:
         return {key: path.decode("utf-8")}
     except UnicodeDecodeError:
+        # Imported here: hardly any name is not UTF-8.
+        import binascii
+
         text = path.decode("utf-8", "backslashreplace")
         return {key: text, f"{key}_base64": binascii.b2a_base64(path, newline=False).decode("ascii")}
 

@@ -15,7 +15,6 @@ import click
 from ciuic.cli.shared.messages import absolute
 from ciuic.cli.shared.output import out
 from ciuic.cli.shared.session import URL_MARK, Session
-from ciuic.cli.shared.snapshot_command import RESERVED_TAGS
 from ciuic.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
@@ -45,6 +44,9 @@ class Tag(Text):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the tag; BadParameter for one that lists and filters could not carry, and for ciuic's own."""
+        # Imported here: a table of options that few commands have a use for.
+        from ciuic.cli.shared.snapshot_command import RESERVED_TAGS
+
         tag = super().convert(value, param, ctx)
         # Blanks and commas separate tags in lists, and the bar fields of `list --machine-readable`.
         if not tag or not tag.isprintable() or any(character in tag for character in " ,|"):
