@@ -9,8 +9,9 @@ fast (cli/fast_snapshot.py). control.py defines the requests.
 
 from __future__ import annotations
 
+# `socket` makes enumerations of all numbers and imports selectors (2 ms, as much as the request takes).
+import _socket
 import os
-import socket
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -38,7 +39,7 @@ def socket_address(path: str) -> Iterator[str]:
         os.close(directory)
 
 
-def connect(sock: socket.socket, path: str, timeout_seconds: float) -> None:
+def connect(sock: _socket.socket, path: str, timeout_seconds: float) -> None:
     """Connect, waiting up to ``timeout_seconds`` for a listener whose queue is full; the timeout stays on the socket.
 
     Raises:
@@ -49,7 +50,7 @@ def connect(sock: socket.socket, path: str, timeout_seconds: float) -> None:
     # queue is full. So the socket stays blocking while it connects, with a send timeout (socket(7), SO_SNDTIMEO).
     # 0 would mean no timeout.
     whole = max(1, int(timeout_seconds))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", whole, 0))
+    sock.setsockopt(_socket.SOL_SOCKET, _socket.SO_SNDTIMEO, struct.pack("@ll", whole, 0))
     try:
         with socket_address(path) as address:
             sock.connect(address)
@@ -80,7 +81,7 @@ class Connection:
     def __init__(self, path: str, *, connect_seconds: float) -> None:
         self._path = path
         self._buffer = b""
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
         try:
             connect(self._socket, path, connect_seconds)
         except PermissionError as error:
