@@ -249,7 +249,7 @@ def _between(repository: Repository, before: Located | None, after: Located | No
     old = _Side(repository, before.root) if before else None
     new = _Side(repository, after.root) if after else None
     walk = _SnapshotWalk(repository, old, new)
-    yield from walk.pair(located.path, before and before.entry, after and after.entry)
+    yield from walk.pair(located.path, before.entry if before else None, after.entry if after else None)
 
 
 class _SnapshotWalk:
@@ -398,7 +398,7 @@ def diff_live(
     with LiveNode.at(path) as live:
         if before is None and live.entry is None:
             raise NotFound(f"{one_line(path)} is not in {old.id}, nor on the disk now")
-    yield from _LiveWalk(repository, in_root, check).pair(path, before and before.entry)
+    yield from _LiveWalk(repository, in_root, check).pair(path, before.entry if before else None)
 
 
 def diff_restored(

@@ -14,7 +14,6 @@ from types import NoneType
 from typing import (
     Any,
     Literal,
-    NamedTuple,
     TypeGuard,
     TypeVar,
     get_args,
@@ -167,7 +166,7 @@ REMOTE_KEYS = REMOTE.keys
 """Keys of one ``[remote]``; a dot stands for a table in it, such as ``[remote.keep]``."""
 
 
-class ShownValue(NamedTuple):
+class ShownValue(msgspec.Struct, frozen=True):
     """Row of ``config show``; ``root[0].path`` and so on for the roots; no text for a value not set."""
 
     key: str

@@ -39,9 +39,8 @@ from ciuic.maintenance.references import MAX_REPEATS, ChunkReference, ReferenceF
 from ciuic.repository import Repository
 from ciuic.repository.block_maps import blocks_of
 from ciuic.repository.errors import Archived, DamagedTree
-from ciuic.repository.locks import LOCK_NAME
 from ciuic.repository.lookup import resolve
-from ciuic.repository.model import ChunkLocation, PackDamage
+from ciuic.repository.model import LOCK_NAME, ChunkLocation, PackDamage
 from ciuic.repository.snapshot_walk import Reached
 from ciuic.repository.snapshots import UNREADABLE_MARKS
 from ciuic.restore.content import BlockWorker

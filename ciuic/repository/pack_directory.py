@@ -12,7 +12,8 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+
+import msgspec
 
 from ciuic.errors import NotFound
 from ciuic.repository import pack_format as pf
@@ -32,7 +33,7 @@ _RESYNC_BYTES = 1 << 20
 _MAX_IOVECS = 1024
 
 
-class Segment(NamedTuple):
+class Segment(msgspec.Struct, frozen=True):
     """Segment as a scan finds it; with ``damage``, a stretch of unreadable bytes."""
 
     offset: int

@@ -25,7 +25,7 @@ import stat
 import struct
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -132,7 +132,7 @@ def differ(at: int | bytes, now: os.stat_result, entry: Entry, xattrs: Xattrs) -
     )
 
 
-class _Owned(NamedTuple):
+class _Owned(msgspec.Struct, frozen=True):
     """Parts of the owner that are as recorded."""
 
     user: bool

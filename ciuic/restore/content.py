@@ -29,7 +29,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from ciuic.errors import Damaged, NotFound
 from ciuic.repository.block_maps import blocks_of
@@ -250,7 +252,7 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-class Batch(NamedTuple):
+class Batch(msgspec.Struct, frozen=True):
     """A range of a file: consecutive blocks with data, and the holes around them."""
 
     start: int
@@ -295,7 +297,7 @@ class WritableFile(Protocol):
         ...
 
 
-class FileBlock(NamedTuple):
+class FileBlock(msgspec.Struct, frozen=True):
     """A block that is to be written to a file."""
 
     file: WritableFile
@@ -305,7 +307,7 @@ class FileBlock(NamedTuple):
     chunk: ChunkId
 
 
-class _Unshared(NamedTuple):
+class _Unshared(msgspec.Struct, frozen=True):
     """A block that was read and verified, and is to be shared as extents of its pack."""
 
     part: FileBlock
@@ -313,7 +315,7 @@ class _Unshared(NamedTuple):
     length: int
 
 
-class _InPack(NamedTuple):
+class _InPack(msgspec.Struct, frozen=True):
     """A block of a file whose bytes a pack has as they are."""
 
     block: int
@@ -443,9 +445,9 @@ class BlockWorker:
         try:
             if not self._share(first.part, first.location, sum(unshared.length for unshared in waiting)):
                 # Refused after it had worked before: the blocks are read again and written, one by one.
-                for part, _, length in waiting:
-                    data = self.repository.chunks.get(part.chunk)
-                    write_sparse(part.file.fd, data, 0, length, part.offset)
+                for one in waiting:
+                    data = self.repository.chunks.get(one.part.chunk)
+                    write_sparse(one.part.file.fd, data, 0, one.length, one.part.offset)
         except (OSError, Damaged) as error:
             first.part.file.fail(error)
 
@@ -498,7 +500,11 @@ class BlockWorker:
             wrong_bytes += self._cleared(fd, at, batch.end)
         if wrong:
             self.write(
-                list(file_blocks(file, entry, batch._replace(blocks=wrong), self.repository.block_size))
+                list(
+                    file_blocks(
+                        file, entry, msgspec.structs.replace(batch, blocks=wrong), self.repository.block_size
+                    )
+                )
             )
         return wrong_bytes
 

@@ -23,7 +23,8 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import NamedTuple
+
+import msgspec
 
 from ciuic.errors import CiuicError, NotPermitted, UsageError
 from ciuic.printable import one_line
@@ -50,7 +51,7 @@ from ciuic.types import Entry, Snapshot
 _NOT_OWNER = stat.S_IRWXG | stat.S_IRWXO
 
 
-class PrivateDir(NamedTuple):
+class PrivateDir(msgspec.Struct, frozen=True):
     """A directory for unfinished files; closed by `remove`."""
 
     shared: int

@@ -184,7 +184,7 @@ class OmittedSpecial(NamedTuple):
     """Description such as "setuid bit", "block device 8:0" or "attribute security.capability"."""
 
 
-class RestoreProgress(NamedTuple):
+class RestoreProgress(msgspec.Struct, frozen=True):
     """Progress of a restore."""
 
     bytes_done: int
@@ -195,7 +195,7 @@ class RestoreProgress(NamedTuple):
     path: bytes
 
 
-class RestoreTarget(NamedTuple):
+class RestoreTarget(msgspec.Struct, frozen=True):
     """A file or directory to be restored, and its destination."""
 
     source: Located
@@ -223,7 +223,7 @@ class RestoreTarget(NamedTuple):
         return self.selection is None or self.selection.has(source_path, is_dir)
 
 
-class Kept(NamedTuple):
+class Kept(msgspec.Struct, frozen=True):
     """Exceptions of --delete: what stays although the snapshot does not have it."""
 
     inodes: frozenset[tuple[int, int]]

@@ -75,7 +75,7 @@ def plan_restore(
         check_usable(target)
     if include or exclude:
         targets = tuple(
-            target._replace(selection=Selection(repository, target.source, include, exclude))
+            msgspec.structs.replace(target, selection=Selection(repository, target.source, include, exclude))
             for target in targets
         )
         if not any(_has_something(target) for target in targets):

@@ -7,7 +7,9 @@ ciuic.daemon.capture.space refuses writes, and ciuic.daemon.snapshots.space_watc
 from __future__ import annotations
 
 import os
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from ciuic.retention import MinFree
 from ciuic.units import human_size
@@ -28,7 +30,7 @@ snapshots.
 """
 
 
-class Reserve(NamedTuple):
+class Reserve(msgspec.Struct, frozen=True):
     """Space on the repository's file system that captures do not use."""
 
     size_bytes: int = 0

@@ -23,7 +23,9 @@ import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
+
+import msgspec
 
 from ciuic.errors import CiuicError
 
@@ -34,7 +36,7 @@ LAZY_RESTORE: Final = b"lazy-restore"
 """Directory in the container ``.ciuic-state`` of a directory that a lazy restore has not completed (ciuic.lazy)."""
 
 
-class Mount(NamedTuple):
+class Mount(msgspec.Struct, frozen=True):
     """A line of mountinfo."""
 
     mount_id: int

@@ -21,6 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import msgspec
+
 from ciuic.system import mountinfo
 
 MAX_SEARCH_SECONDS: Final = 2.0
@@ -220,7 +222,7 @@ def _inode(path: bytes, is_dir: bool) -> int:
     return status.st_ino if (stat.S_ISDIR if is_dir else stat.S_ISREG)(status.st_mode) else -2
 
 
-class MountUser(NamedTuple):
+class MountUser(msgspec.Struct, frozen=True):
     """A process that is in a mount."""
 
     pid: int

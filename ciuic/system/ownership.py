@@ -12,7 +12,9 @@ import errno
 import os
 import stat
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 # Write permission of group and others: the bits that StrictModes of sshd refuses.
 _OTHERS_MAY_WRITE: Final = 0o022
@@ -20,7 +22,7 @@ _OTHERS_MAY_WRITE: Final = 0o022
 _MAX_LINKS: Final = 40
 
 
-class Flaw(NamedTuple):
+class Flaw(msgspec.Struct, frozen=True):
     """The first file or directory of a path that other users may change."""
 
     path: str

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
+import msgspec
 
 from ciuic.cli.shared import pairs, times
 from ciuic.cli.shared.documents import Keys
@@ -361,7 +362,7 @@ def _facts(info: SnapshotInfo) -> dict[str, object]:
     }
 
 
-class _Line(NamedTuple):
+class _Line(msgspec.Struct, frozen=True):
     """A snapshot, or a promise that was not kept, with what is known of it beside the catalogue."""
 
     record: SnapshotInfo | Promise
@@ -417,7 +418,7 @@ def _label(session: Session, info: SnapshotInfo) -> ManifestName | None:
     return None if name is None or name.job == _JOB_OF_FILES else name
 
 
-class _ListColumn(NamedTuple):
+class _ListColumn(msgspec.Struct, frozen=True):
     """A column of the table."""
 
     look: Column

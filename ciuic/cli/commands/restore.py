@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import click
+import msgspec
 
 from ciuic.cli.shared import sets
 from ciuic.cli.shared.contents import as_recorded, owner_name
@@ -752,7 +753,7 @@ def _cut_off(
 _COUNT_SECONDS: Final = 5.0
 
 
-class _Room(NamedTuple):
+class _Room(msgspec.Struct, frozen=True):
     """Free space of a file system that is restored to."""
 
     place: bytes
@@ -761,7 +762,7 @@ class _Room(NamedTuple):
     free_bytes: int
 
 
-class _Below(NamedTuple):
+class _Below(msgspec.Struct, frozen=True):
     """Files that are removed with names."""
 
     files: int
@@ -788,7 +789,7 @@ def _all_below(paths: Sequence[bytes]) -> _Below:
     return _Below(files, size_bytes, is_complete and not waiting)
 
 
-class _Forecast(NamedTuple):
+class _Forecast(msgspec.Struct, frozen=True):
     """Changes that a restore would make, and the room that it needs."""
 
     made: list[RestoreItem]
