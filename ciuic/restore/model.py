@@ -16,12 +16,11 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
 from ciuic.errors import CiuicError, Damaged, Partial
-from ciuic.excludes import ExcludeMatcher, effective_patterns
 from ciuic.repository.directory_trees import Lineage
 from ciuic.repository.lookup import Located, join
 from ciuic.system.shell_quoting import shown
@@ -50,14 +49,16 @@ class Selection:
         Raises:
             ValueError: a pattern cannot match anything; the message names it.
         """
+        # Imported here: most restores choose nothing by patterns.
+        from hashlib import sha256
+
+        from ciuic.excludes import ExcludeMatcher, effective_patterns
+
         self._top = source.path
         self._start = len(source.path.rstrip(b"/")) + 1
         top = os.fsdecode(source.path)
         self._include = ExcludeMatcher(source.path, effective_patterns(top, (), include)) if include else None
         self._exclude = ExcludeMatcher(source.path, effective_patterns(top, (), exclude))
-        # Imported here: it loads OpenSSL (3 ms), and most restores choose nothing.
-        from hashlib import sha256
-
         self.digest = sha256(repr((tuple(include), tuple(exclude))).encode(errors="surrogateescape")).digest()
         """Tells one choice from another in the journal of a restore."""
         self._leading: set[bytes] = set()
@@ -147,7 +148,7 @@ class Overwrite(str, Enum):
 Action = Literal["restored", "attributes", "linked", "skipped", "removed", "failed", "conflict"]
 
 
-class RestoreItem(NamedTuple):
+class RestoreItem(msgspec.Struct, frozen=True):
     """Outcome of one path; in a dry run the outcome that it would have."""
 
     path: bytes
@@ -165,7 +166,7 @@ class RestoreItem(NamedTuple):
     """Size of a file that is written."""
 
 
-class Failure(NamedTuple):
+class Failure(msgspec.Struct, frozen=True):
     """A path that is not as it was at the snapshot, with the reason."""
 
     path: bytes
@@ -176,7 +177,7 @@ class Failure(NamedTuple):
     """Only an owner, mode, attribute or time could not be set; the content is right."""
 
 
-class OmittedSpecial(NamedTuple):
+class OmittedSpecial(msgspec.Struct, frozen=True):
     """A special file or attribute (attributes.py) that was not restored."""
 
     path: bytes

@@ -7,12 +7,14 @@ ciuic.daemon.capture.space refuses writes, and ciuic.daemon.snapshots.space_watc
 from __future__ import annotations
 
 import os
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from ciuic.retention import MinFree
 from ciuic.units import human_size
+
+if TYPE_CHECKING:
+    from ciuic.retention import MinFree
 
 DEFAULT_RESERVE_SHARE: Final = 0.05
 """Default reserve as a share of the file system.

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -33,7 +33,7 @@ Tops = Sequence[tuple[bytes, bytes]]
 """Directories that are searched: the path without symbolic links, and as it was given."""
 
 
-class OpenFile(NamedTuple):
+class OpenFile(msgspec.Struct, frozen=True, order=True):
     """A file that a process has open or mapped."""
 
     path: bytes

@@ -166,7 +166,9 @@ def test_packs_are_read_as_they_were_written(kind: str, added: list[Chunk], pack
     data = packed(sealer, added, ref)
     reader = RemotePackReader(sealer, ref)
     assert contents(reader, data) == added
-    assert [structs.replace(record, offset=99) for record in reader.check(data)] == [one.record for one in added]
+    assert [structs.replace(record, offset=99) for record in reader.check(data)] == [
+        one.record for one in added
+    ]
     out = bytearray(max(len(one.stored) for one in added))
     tag_bytes = reader.layout.seal.tag_bytes
     for record, one in zip(reader.check(data), added, strict=True):

@@ -13,7 +13,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -24,13 +24,11 @@ import msgspec
 from ciuic.cli.shared import sets
 from ciuic.cli.shared.contents import as_recorded, owner_name
 from ciuic.cli.shared.documents import Keys
-from ciuic.cli.shared.lazy_restore import restore_lazily, show_lazy_restores
 from ciuic.cli.shared.messages import complain, plural, shown, shown_text, warn
 from ciuic.cli.shared.options import DIRECTORY, ID, SNAPSHOT_PATH, FrameCommand, Text
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError, Damaged, DestinationExists, NotFound, UsageError
-from ciuic.excludes import check_pattern
 from ciuic.repository.snapshot_sets import parse_set_name
 from ciuic.types import FLAG_MOUNTPOINT, SAFETY_MESSAGE, TAG_INCOMPLETE, SnapshotId, is_safety, order_of
 
@@ -75,6 +73,13 @@ _CHOICE = Keys(
 _SHOWN_NAMES = 20
 _SHOWN_OPEN_FILES = 5
 _FIRST_NAMES = 3
+
+
+def _show_lazy_restores(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from ciuic.cli.shared.lazy_restore import show_lazy_restores
+
+        show_lazy_restores(context)
 
 
 @click.command("restore", cls=FrameCommand)
@@ -177,7 +182,7 @@ _FIRST_NAMES = 3
     is_flag=True,
     is_eager=True,
     expose_value=False,
-    callback=show_lazy_restores,
+    callback=_show_lazy_restores,
     help="Show the lazy restores of this machine and the restores that were cut short, and nothing else.",
 )
 @json_option
@@ -273,6 +278,8 @@ def restore_command(
         _require_only_lazy(lazy, paths, overwrite, delete, dry_run)
     chosen = _last_good(session, paths, finite=finite) if last_good else {}
     if lazy:
+        from ciuic.cli.shared.lazy_restore import restore_lazily
+
         named = str(next(iter(chosen.values())).snapshot.id) if snapshot is None else snapshot
         return restore_lazily(
             session, named, paths[0], dest, special=special, foreground=foreground, as_json=as_json
@@ -604,6 +611,9 @@ def planned(
     store = session.snapshots
     source = store.load(store.resolve(snapshot))
     for pattern in (*include, *exclude):
+        # Imported here, as in Selection: most restores choose nothing by patterns.
+        from ciuic.excludes import check_pattern
+
         try:
             check_pattern(pattern)
         except ValueError as error:
@@ -1014,6 +1024,8 @@ def _may_have_changed(
 
 
 def _undoable(taken: str | None) -> AbstractContextManager[None]:
+    if taken is None:
+        return nullcontext()
     from ciuic.cli.shared import safety_snapshot as safety
 
     return safety.undoable(taken)
