@@ -28,9 +28,8 @@ from ciuic.repository.directory_trees import Lineage
 from ciuic.repository.lookup import Located, find, is_within, join, normalise, resolve, root_of
 from ciuic.restore.content import BlockWorker, batches
 from ciuic.restore.destination import OPEN_DIRECTORY, open_way, proc_path, stat_at
-from ciuic.system.linked_path import LinkedPath
+from ciuic.system.disk import LinkedPath, read_xattrs
 from ciuic.system.mountinfo import MountBorders
-from ciuic.system.xattrs import read_xattrs
 from ciuic.types import FLAG_MOUNTPOINT, Entry, RootRecord, Snapshot, recorded_time
 
 # O_PATH opens an inode without a read permission and without waking a device or a pipe.

@@ -46,8 +46,7 @@ from ciuic.repository.snapshots import UNREADABLE_MARKS
 from ciuic.restore.content import BlockWorker
 from ciuic.restore.pool import Pool
 from ciuic.structs import decode_json
-from ciuic.system.disk import open_regular
-from ciuic.system.file_locks import open_locked, try_lock
+from ciuic.system.disk import open_locked, open_regular, try_lock
 from ciuic.types import ChunkId, Entry, RootRecord, Snapshot, SnapshotId
 
 # Comparisons that a commit may disturb before the result is given up as unknown.

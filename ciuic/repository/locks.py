@@ -22,8 +22,7 @@ import msgspec
 from ciuic.errors import Busy
 from ciuic.repository.model import CLAIM_NAME, LOCK_NAME
 from ciuic.structs import decode_json
-from ciuic.system.disk import open_to_write
-from ciuic.system.file_locks import try_lock
+from ciuic.system.disk import open_to_write, try_lock
 
 # First pause, doubled up to `_POLL_SECONDS`: writers that take turns wait for no more than each other's last
 # syncs.

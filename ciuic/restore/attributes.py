@@ -31,7 +31,7 @@ import msgspec
 
 from ciuic import STATE_DIR_NAME
 from ciuic.restore.journal import JOURNAL_NAME
-from ciuic.system.xattrs import read_xattrs
+from ciuic.system.disk import read_xattrs
 from ciuic.types import Entry, recorded_time
 
 OWNER: Final = "owner"

@@ -27,7 +27,7 @@ from ciuic import STATE_DIR_NAME
 from ciuic.errors import CiuicError
 from ciuic.printable import one_line
 from ciuic.repository.lookup import join
-from ciuic.system.linked_path import LinkedPath
+from ciuic.system.disk import LinkedPath
 from ciuic.system.mountinfo import LEFT_ALONE, MountBorders
 
 if TYPE_CHECKING:

@@ -44,7 +44,7 @@ from ciuic.restore.destination import (
 )
 from ciuic.restore.journal import new_run
 from ciuic.restore.model import RestoreTarget
-from ciuic.system.linked_path import LinkedPath
+from ciuic.system.disk import LinkedPath
 from ciuic.system.mountinfo import MountBorders
 from ciuic.types import Entry, Snapshot
 

@@ -31,8 +31,7 @@ from ciuic.printable import one_line
 from ciuic.restore.destination import unlink_if_there
 from ciuic.structs import decode_json
 from ciuic.system import mountinfo
-from ciuic.system.disk import Disk, open_regular
-from ciuic.system.file_locks import open_locked
+from ciuic.system.disk import Disk, open_locked, open_regular
 from ciuic.system.state_home import state_home
 
 _SUFFIX: Final = ".restore"

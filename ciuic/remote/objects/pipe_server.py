@@ -49,7 +49,7 @@ from ciuic.remote.objects.pipe_protocol import (
     read_frame,
 )
 from ciuic.repository.identity import Bytes
-from ciuic.system.file_locks import open_locked
+from ciuic.system.disk import open_locked
 from ciuic.system.poll import readable
 from ciuic.units import format_size
 

@@ -193,7 +193,15 @@ class ElsewhereRepository(Repository):
         for chunk, places in self.bucket.places.items():
             for place in places:
                 if place.pack == number:
-                    yield PackRecord(ChunkId(chunk), *place[1:5], checksum=0, base=place.base)
+                    yield PackRecord(
+                        ChunkId(chunk),
+                        place.offset,
+                        place.stored_bytes,
+                        place.raw_bytes,
+                        place.flags,
+                        checksum=0,
+                        base=place.base,
+                    )
 
     def pack_path(self, number: int) -> str:
         return f"bucket:/packs/{number:032x}"
