@@ -105,11 +105,12 @@ def _global_params(*, hidden: bool) -> list[click.Option]:
 
     Rare ones are hidden everywhere; the first page names them.
     """
-    path = click.Path()
+    # Not click.Path: it asks gettext for its name, which imports locale (1 ms), as does click's own option for the help.
+    place = Place()
     return [
         click.Option(
             ["--config"],
-            type=path,
+            type=place,
             expose_value=False,
             hidden=hidden,
             metavar="FILE",
@@ -118,7 +119,7 @@ def _global_params(*, hidden: bool) -> list[click.Option]:
         ),
         click.Option(
             ["--repo"],
-            type=Place(),
+            type=place,
             expose_value=False,
             hidden=hidden,
             metavar="DIR|URL",
@@ -193,7 +194,7 @@ def global_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Place(_ParamType):
-    """A directory of this machine, which the shell completes, or the URL of a remote; as text."""
+    """A file or directory of this machine, which the shell completes, or the URL of a remote; as text."""
 
     name = "PLACE"
 
@@ -212,16 +213,27 @@ class PrintsHelp(click.Command):
     Of an error in writing it, click would make exit code 1 for a reader that has left, and a traceback for a full disk.
     """
 
+    _help: click.Option | None = None
+
     def get_short_help_str(self, limit: int = 1000) -> str:
         """Return the whole summary, which click would cut."""
         return super().get_short_help_str(limit)
 
     def get_help_option(self, ctx: click.Context) -> click.Option | None:
-        """Return the option of click with a callback of our own."""
-        option = super().get_help_option(ctx)
-        if option is not None:
-            option.callback = _print_help
-        return option
+        """Return the option of click with a callback of our own; made once, since click compares options."""
+        names = self.get_help_option_names(ctx)
+        if not names or not self.add_help_option:
+            return None
+        if self._help is None:
+            self._help = click.Option(
+                list(names),
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                callback=_print_help,
+                help="Show this message and exit.",
+            )
+        return self._help
 
 
 def _print_help(context: click.Context, _: click.Parameter, wanted: bool) -> None:
