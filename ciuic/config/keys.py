@@ -14,6 +14,7 @@ from types import NoneType
 from typing import (
     Any,
     Literal,
+    NamedTuple,
     TypeGuard,
     TypeVar,
     get_args,
@@ -166,7 +167,7 @@ REMOTE_KEYS = REMOTE.keys
 """Keys of one ``[remote]``; a dot stands for a table in it, such as ``[remote.keep]``."""
 
 
-class ShownValue(msgspec.Struct, frozen=True):
+class ShownValue(NamedTuple):
     """Row of ``config show``; ``root[0].path`` and so on for the roots; no text for a value not set."""
 
     key: str
