@@ -122,27 +122,14 @@ __all__ = [
     "write_remote",
 ]
 
-_LATE = {
-    **dict.fromkeys(("add_roots", "remove_roots", "writable_file", "write_remote"), "edit"),
-    **dict.fromkeys(("alert_flaw", "check_file", "check_owners"), "owners"),
-    **dict.fromkeys(
-        (
-            "NoDirectory",
-            "canonical_root",
-            "check_overlaps",
-            "check_places",
-            "check_repository",
-            "check_root",
-            "check_roots",
-            "default_repository_path",
-            "is_ciuic_mount",
-            "repository_path",
-        ),
-        "places",
-    ),
+_HOMES = {
+    "edit": "add_roots remove_roots writable_file write_remote",
+    "owners": "alert_flaw check_file check_owners",
+    "places": "NoDirectory canonical_root check_overlaps check_places check_repository check_root check_roots default_repository_path"
+    " is_ciuic_mount repository_path",
+    # For its old name.
+    "values": "IoPrioritySetting",
 }
 
 
-__getattr__ = lazy_attributes(
-    __name__, {**_LATE, "IoPrioritySetting": "values"}, renamed={"IoPriority": "IoPrioritySetting"}
-)
+__getattr__ = lazy_attributes(__name__, _HOMES, renamed={"IoPriority": "IoPrioritySetting"})

@@ -13,7 +13,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -700,7 +700,9 @@ def carry_out(
     # Retention compares snapshots of later than this moment, to find out whether the restored paths were
     # changed since: one that was cut during the restore shows half of it.
     if safety is not None:
-        _safety_is_over(local, safety, changed=_may_have_changed(local, plan, result, safety, also_changed))
+        from ciuic.cli.shared.safety_snapshot import is_over
+
+        is_over(local, safety, changed=_may_have_changed(local, plan, result, safety, also_changed))
     if as_json:
         show(_document(plan, result, items, safety, dry_run, open_files, forecast))
     else:
@@ -1023,18 +1025,17 @@ def _may_have_changed(
         return True
 
 
-def _undoable(taken: str | None) -> AbstractContextManager[None]:
-    if taken is None:
-        return nullcontext()
-    from ciuic.cli.shared import safety_snapshot as safety
+@contextmanager
+def _undoable(taken: str | None) -> Iterator[None]:
+    """Tell how to undo a restore that does not come to its end."""
+    try:
+        yield
+    except BaseException:
+        if taken is not None:
+            from ciuic.cli.shared.safety_snapshot import tell_undo
 
-    return safety.undoable(taken)
-
-
-def _safety_is_over(session: Session, taken: str, *, changed: bool) -> None:
-    from ciuic.cli.shared import safety_snapshot as safety
-
-    safety.is_over(session, taken, changed=changed)
+            tell_undo(taken)
+        raise
 
 
 def _runtime_dir(session: Session) -> Path | None:

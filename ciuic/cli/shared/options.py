@@ -107,78 +107,71 @@ def _global_params(*, hidden: bool) -> list[click.Option]:
     """
     # Not click.Path: it asks gettext for its name, which imports locale (1 ms), as does click's own option for the help.
     place = Place()
+
+    def option(*names: str, hidden: bool = hidden, **settings: Any) -> click.Option:
+        return click.Option(names, expose_value=False, hidden=hidden, **settings)
+
     return [
-        click.Option(
-            ["--config"],
+        option(
+            "--config",
             type=place,
-            expose_value=False,
-            hidden=hidden,
             metavar="FILE",
             callback=_remember("config_option", _absolute_path),
             help="Configuration file (CIUIC_CONFIG).",
         ),
-        click.Option(
-            ["--repo"],
+        option(
+            "--repo",
             type=place,
-            expose_value=False,
-            hidden=hidden,
             metavar="DIR|URL",
             callback=_remember_place,
             help="Repository, or remote to read from; needs no configuration file (CIUIC_REPO).",
         ),
-        click.Option(
-            ["--as-host"],
-            expose_value=False,
+        option(
+            "--as-host",
             hidden=True,
             metavar="NAME",
             callback=_remember("as_host"),
             help="Of a remote, only the snapshots of this host.",
         ),
-        click.Option(
-            ["--behind-deletions"],
+        option(
+            "--behind-deletions",
             is_flag=True,
-            expose_value=False,
             hidden=True,
             callback=_remember("behind_deletions"),
             help="Of a remote in a bucket with versions, also what was deleted or overwritten.",
         ),
-        click.Option(
-            ["--all-claims"],
+        option(
+            "--all-claims",
             is_flag=True,
-            expose_value=False,
             hidden=True,
             callback=_remember("all_claims"),
             help="Of a remote, also the snapshots that were given up, as far as no collection has deleted them.",
         ),
-        click.Option(
-            ["--stored-before"],
-            expose_value=False,
+        option(
+            "--stored-before",
             hidden=True,
             metavar="TIME",
             callback=_remember("stored_before"),
             help="The same, without what was stored at this time or later.",
         ),
-        click.Option(
-            ["--trust-repository"],
+        option(
+            "--trust-repository",
             is_flag=True,
-            expose_value=False,
             hidden=True,
             callback=_remember("trust_option"),
             help="Write into the repository although another user owns it.",
         ),
-        click.Option(
-            ["-v", "--verbose"],
+        option(
+            "-v",
+            "--verbose",
             count=True,
-            expose_value=False,
-            hidden=hidden,
             callback=_louder,
             help="Say more; twice: with tracebacks.",
         ),
-        click.Option(
-            ["-q", "--quiet"],
+        option(
+            "-q",
+            "--quiet",
             is_flag=True,
-            expose_value=False,
-            hidden=hidden,
             callback=_quieter,
             help="Say only what is asked for, and what went wrong.",
         ),
