@@ -12,9 +12,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterable
-from typing import Final
-
-import msgspec
+from typing import Final, NamedTuple
 
 # Write permission of group and others: the bits that StrictModes of sshd refuses.
 _OTHERS_MAY_WRITE: Final = 0o022
@@ -22,7 +20,7 @@ _OTHERS_MAY_WRITE: Final = 0o022
 _MAX_LINKS: Final = 40
 
 
-class Flaw(msgspec.Struct, frozen=True):
+class Flaw(NamedTuple):
     """The first file or directory of a path that other users may change."""
 
     path: str
