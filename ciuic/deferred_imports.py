@@ -19,13 +19,13 @@ def lazy_attributes(
 
     Args:
         package: the package's name.
-        homes: name → module below the package that has it.
+        homes: module below the package → names that it has, with blanks between.
         renamed: old name → name in ``homes``. An old name works for one version, with a DeprecationWarning.
     """
 
     def find(name: str) -> object:
         known = (renamed or {}).get(name, name)
-        home = homes.get(known)
+        home = next((module for module, names in homes.items() if known in names.split()), None)
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value: object = getattr(importlib.import_module(f"{package}.{home}"), known)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 from datetime import datetime, timedelta, timezone
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from ciuic.errors import UsageError
 from ciuic.units import parse_duration
@@ -27,7 +29,7 @@ EXAMPLES: Final = (
 )
 
 
-class Period(NamedTuple):
+class Period(msgspec.Struct, frozen=True):
     """Instant, second or day that a text names, in nanoseconds since 1970."""
 
     first_ns: int

@@ -22,8 +22,7 @@ from ciuic.printable import one_line
 from ciuic.repository import is_zero
 from ciuic.restore.destination import open_directory, open_way, stat_at, unlink_if_there
 from ciuic.system.child_process import is_privileged
-from ciuic.system.disk import open_regular, write_all
-from ciuic.system.file_locks import try_lock
+from ciuic.system.disk import open_regular, try_lock, write_all
 from ciuic.system.ownership import find_flaw
 
 MANIFEST: Final = b".ciuic-export.json"

@@ -28,9 +28,8 @@ from ciuic.repository.directory_trees import Lineage
 from ciuic.repository.lookup import Located, find, is_within, join, normalise, resolve, root_of
 from ciuic.restore.content import BlockWorker, batches
 from ciuic.restore.destination import OPEN_DIRECTORY, open_way, proc_path, stat_at
-from ciuic.system.linked_path import LinkedPath
+from ciuic.system.disk import LinkedPath, read_xattrs
 from ciuic.system.mountinfo import MountBorders
-from ciuic.system.xattrs import read_xattrs
 from ciuic.types import FLAG_MOUNTPOINT, Entry, RootRecord, Snapshot, recorded_time
 
 # O_PATH opens an inode without a read permission and without waking a device or a pipe.
@@ -249,7 +248,7 @@ def _between(repository: Repository, before: Located | None, after: Located | No
     old = _Side(repository, before.root) if before else None
     new = _Side(repository, after.root) if after else None
     walk = _SnapshotWalk(repository, old, new)
-    yield from walk.pair(located.path, before and before.entry, after and after.entry)
+    yield from walk.pair(located.path, before.entry if before else None, after.entry if after else None)
 
 
 class _SnapshotWalk:
@@ -398,7 +397,7 @@ def diff_live(
     with LiveNode.at(path) as live:
         if before is None and live.entry is None:
             raise NotFound(f"{one_line(path)} is not in {old.id}, nor on the disk now")
-    yield from _LiveWalk(repository, in_root, check).pair(path, before and before.entry)
+    yield from _LiveWalk(repository, in_root, check).pair(path, before.entry if before else None)
 
 
 def diff_restored(

@@ -9,7 +9,7 @@
 The keys follow from the structs of `ciuic.config.model` (``KEYS``; ``REMOTE_KEYS`` of one ``[remote]``);
 docs/configuration.md explains them.
 Nothing here mounts, captures or opens a repository. The package may import ciuic.system, ciuic.protocol and
-the modules at the top of ciuic. `edit` and `places` are imported on first use: most commands read the
+the modules at the top of ciuic. `edit`, `owners` and `places` are imported on first use: most commands read the
 configuration and need nothing else of it.
 """
 
@@ -47,13 +47,13 @@ from ciuic.config.model import (
     WatchNumber,
     WebConfig,
 )
-from ciuic.config.owners import alert_flaw, check_file, check_owners
 from ciuic.config.values import DailyWindow, IoPrioritySetting
 from ciuic.deferred_imports import lazy_attributes
 from ciuic.retention import MinFree
 
 if TYPE_CHECKING:
     from ciuic.config.edit import add_roots, remove_roots, writable_file, write_remote
+    from ciuic.config.owners import alert_flaw, check_file, check_owners
     from ciuic.config.places import (
         NoDirectory,
         canonical_root,
@@ -122,26 +122,14 @@ __all__ = [
     "write_remote",
 ]
 
-_LATE = {
-    **dict.fromkeys(("add_roots", "remove_roots", "writable_file", "write_remote"), "edit"),
-    **dict.fromkeys(
-        (
-            "NoDirectory",
-            "canonical_root",
-            "check_overlaps",
-            "check_places",
-            "check_repository",
-            "check_root",
-            "check_roots",
-            "default_repository_path",
-            "is_ciuic_mount",
-            "repository_path",
-        ),
-        "places",
-    ),
+_HOMES = {
+    "edit": "add_roots remove_roots writable_file write_remote",
+    "owners": "alert_flaw check_file check_owners",
+    "places": "NoDirectory canonical_root check_overlaps check_places check_repository check_root check_roots default_repository_path"
+    " is_ciuic_mount repository_path",
+    # For its old name.
+    "values": "IoPrioritySetting",
 }
 
 
-__getattr__ = lazy_attributes(
-    __name__, {**_LATE, "IoPrioritySetting": "values"}, renamed={"IoPriority": "IoPrioritySetting"}
-)
+__getattr__ = lazy_attributes(__name__, _HOMES, renamed={"IoPriority": "IoPrioritySetting"})

@@ -14,14 +14,13 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ciuic.config.flat import is_flat, set_flat
-from ciuic.config.keys import FLAT_NAMES, FLAT_ROOTS_NAME
+from ciuic.config.flat import set_flat
+from ciuic.config.keys import FLAT_NAMES, FLAT_ROOTS_NAME, is_flat
 from ciuic.config.load import FLAT_FILE, TABLE, TOML_FILE, find_file, parse_config, read_text, remote_with
 from ciuic.config.model import DEFAULT, DEFAULT_REMOTE_NAME, Config, RemoteConfig, RootConfig
 from ciuic.config.toml_source import Statement, quote, statements
 from ciuic.errors import ConfigError, NotPermitted
-from ciuic.system.disk import Disk
-from ciuic.system.file_locks import open_locked
+from ciuic.system.disk import Disk, open_locked
 
 _NEW_FILE = """\
 # Configuration of ciuic. `ciuic config show` prints what is in force, with every default.

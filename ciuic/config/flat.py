@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from ciuic.config.keys import FLAT_NAMES, FLAT_ROOTS_NAME
@@ -140,8 +139,3 @@ def _unquote(value: str) -> str:
     if len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'" and value[0] not in value[1:-1]:
         return value[1:-1]
     return value
-
-
-def is_flat(path: Path) -> bool:
-    """Return whether a file of this name is in the flat format: it ends in ``.conf``."""
-    return path.suffix == ".conf"

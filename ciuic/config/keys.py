@@ -59,6 +59,11 @@ _PARSERS: Mapping[object, Callable[[object], Any]] = {
 _UNITS: Mapping[str, Callable[[Any], str]] = {"_seconds": format_duration, "_bytes": format_size}
 
 
+def is_flat(path: Path) -> bool:
+    """Return whether a file of this name is in the flat format: it ends in ``.conf``."""
+    return path.suffix == ".conf"
+
+
 class Key(msgspec.Struct, frozen=True):
     """Configuration key."""
 

@@ -16,19 +16,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import tomli
 from msgspec.structs import replace
 
-from ciuic.config.flat import FlatSetting, flat_to_toml, is_flat, parse_flat
-from ciuic.config.keys import FLAT_NAMES, FLAT_ROOTS_NAME, REMOTE, TOP, Table
+from ciuic.config.keys import FLAT_NAMES, FLAT_ROOTS_NAME, REMOTE, TOP, Table, is_flat
 from ciuic.config.model import DEFAULT, Config, Origin, Problem, RemoteConfig
-from ciuic.config.owners import refuse_foreign_file
-from ciuic.config.toml_source import TomlPath, line_numbers, line_of, statements
 from ciuic.errors import CiuicError, ConfigError, NotPermitted
 from ciuic.retention import RetentionPolicy
+
+# What reads a file is imported where there is one, in its format: commands with --repo do without (3 ms).
+if TYPE_CHECKING:
+    from ciuic.config.flat import FlatSetting
+    from ciuic.config.toml_source import TomlPath
 
 TABLE = "remote"
 TIER = "tier"
@@ -152,7 +154,7 @@ class Draft:
         self.file = file
         self.top = Reading(TOP)
         self.problems: list[Problem] = []
-        self._lines: Mapping[TomlPath, int] = {}
+        self._line_of: Callable[[TomlPath], int] = lambda path: 0
 
     def read(self, text: str) -> None:
         """Read ``text`` in the format of the file's name."""
@@ -193,6 +195,10 @@ class Draft:
 
     def read_toml(self, text: str) -> None:
         """Read a TOML text."""
+        import tomli
+
+        from ciuic.config.toml_source import line_numbers, line_of, statements
+
         try:
             document = tomli.loads(text)
         except tomli.TOMLDecodeError as error:
@@ -203,7 +209,7 @@ class Draft:
             self.complain("values or names are nested too deeply", 1)
             return
         # Only after tomli has accepted the text: for others the positions mean nothing.
-        self._lines = line_numbers(statements(text))
+        self._line_of = partial(line_of, line_numbers(statements(text)))
         self.read_table(self.top, document, (), "")
 
     def read_table(
@@ -221,7 +227,7 @@ class Draft:
         table = read.table
         for key, item in items.items():
             name, at = section + key, (*path, key)
-            line = line_of(self._lines, at)
+            line = self._line_of(at)
             if name in table.lists and not section:
                 self.read_tables(read, name, item, at, place + name)
             # A key in quotes may have a dot of its own, which makes it none of a table; at the top it is taken for the key.
@@ -247,11 +253,11 @@ class Draft:
         if not isinstance(tables, list) or not all(isinstance(item, dict) for item in tables):
             kind = f"table: write [{place}], or" if place == TABLE else "list of tables: write"
             of = " of several" if place == TABLE else ""
-            self.complain(f"{place} is a {kind} [[{place}]] for each{of}", line_of(self._lines, path))
+            self.complain(f"{place} is a {kind} [[{place}]] for each{of}", self._line_of(path))
             return
         for index, table in enumerate(tables):
             at = path if single else (*path, index)
-            one = Reading(read.table.lists[name][1], self.at(line_of(self._lines, at)))
+            one = Reading(read.table.lists[name][1], self.at(self._line_of(at)))
             errors = len(self.problems)
             self.read_table(one, table, at, f"{place}.")
             for flaw, key in self.flaws(one, table, read.lists[name], place, alone=len(tables) == 1):
@@ -278,6 +284,8 @@ class Draft:
 
     def read_flat(self, text: str) -> list[FlatSetting]:
         """Read a text in the flat format and return its settings."""
+        from ciuic.config.flat import parse_flat
+
         settings, errors = parse_flat(text)
         for error in errors:
             self.complain(str(error), error.line)
@@ -380,6 +388,8 @@ def load_config(
     path = find_file(file, environ=environ, searched=searched)
     draft = Draft(path)
     if path is not None:
+        from ciuic.config.owners import refuse_foreign_file
+
         # Before the file is read: it decides which programs root runs.
         refuse_foreign_file(path)
         draft.read(read_text(path))
@@ -429,6 +439,8 @@ def parse_leniently(file: Path | None) -> Config:
 
 def _without_syntax_errors(text: str) -> str:
     """Return TOML text with each line at which parsing fails emptied; empty if too many lines fail."""
+    import tomli
+
     lines = text.splitlines()
     for _ in range(MAX_SYNTAX_ERRORS):
         try:
@@ -453,6 +465,8 @@ def check_text(text: str, file: Path) -> tuple[Config | None, list[Problem]]:
 
 def convert_flat(text: str, file: Path) -> str:
     """Return the TOML text that means what the flat ``text`` does. ConfigError if it is invalid."""
+    from ciuic.config.flat import flat_to_toml
+
     draft = Draft(file)
     settings = draft.read_flat(text)
     draft.finish()
@@ -489,6 +503,8 @@ def readable_part(file: Path | None = None) -> Config:
     path = find_file(file)
     try:
         if path is not None:
+            from ciuic.config.owners import refuse_foreign_file
+
             refuse_foreign_file(path)
     # Another user could otherwise send root's command to a socket of that user.
     except CiuicError:

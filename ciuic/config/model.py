@@ -7,7 +7,7 @@ default is a key that must be set. A comment before a field says why its default
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
@@ -52,12 +52,14 @@ from ciuic.config.values import (
     word_value,
 )
 from ciuic.errors import CiuicError, ConfigError
-from ciuic.excludes import ExcludeMatcher, effective_patterns
 from ciuic.protocol.passthrough_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACKED_NAMES
 from ciuic.retention import MinFree, RetentionPolicy
 from ciuic.system.clouds import Cloud
 from ciuic.system.urgency import MIN_SHARE
 from ciuic.units import format_size
+
+if TYPE_CHECKING:
+    from ciuic.excludes import ExcludeMatcher
 
 Driver = Literal["auto", "kernel", "pyfuse3"]
 Interval = Annotated[int, interval_value]
@@ -507,8 +509,13 @@ class Config(msgspec.Struct, frozen=True):
 
     def excludes_of(self, root: RootConfig) -> tuple[str, ...]:
         """Return the patterns in force for ``root``, as `ExcludeMatcher` and capture take them."""
+        # Imported here, as below: most commands read the configuration and no patterns.
+        from ciuic.excludes import effective_patterns
+
         return effective_patterns(root.path, self.exclude, root.exclude)
 
-    def exclude_matcher(self, root: RootConfig) -> ExcludeMatcher:
+    def exclude_matcher(self, root: RootConfig) -> "ExcludeMatcher":
         """Return the compiled form of `excludes_of`."""
+        from ciuic.excludes import ExcludeMatcher
+
         return ExcludeMatcher(root.path, self.excludes_of(root))

@@ -20,7 +20,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from ciuic.excludes import check_pattern
 from ciuic.retention import MinFree
 from ciuic.system.clouds import Cloud
 from ciuic.units import format_size, parse_duration, parse_share, parse_size
@@ -182,12 +181,19 @@ def path_text_value(value: object) -> str:
     return str(path_value(value))
 
 
+def _check_pattern(pattern: str) -> None:
+    # Imported here: who takes no snapshots, and reads no patterns, needs no matcher.
+    from ciuic.excludes import check_pattern
+
+    check_pattern(pattern)
+
+
 def path_pattern_value(value: object) -> str:
     """Return a pattern of absolute paths, as in gitignore."""
     pattern = _text_value(value)
     if not pattern.startswith("/"):
         raise ValueError(f'must be a pattern of absolute paths, such as "/data/run/step-*", got {pattern!r}')
-    check_pattern(pattern)
+    _check_pattern(pattern)
     if {"", ".", ".."}.intersection(pattern[1:].removesuffix("/").split("/")):
         raise ValueError(f"must not contain //, . or .. as a step, which match nothing, got {pattern!r}")
     return pattern
@@ -240,7 +246,7 @@ def _each(check: Callable[[str], object]) -> Callable[[object], tuple[str, ...]]
     return parse
 
 
-patterns_value = _each(check_pattern)
+patterns_value = _each(_check_pattern)
 """Parser of a list of exclude patterns."""
 
 

@@ -58,13 +58,11 @@ from ciuic.restore.destination_directories import many_descriptors
 from ciuic.restore.model import Result
 from ciuic.restore.new_files import NonDirectory
 from ciuic.structs import decode_json
-from ciuic.system.disk import Disk, read_regular
-from ciuic.system.file_locks import open_locked
+from ciuic.system.disk import Disk, open_locked, read_regular, read_xattrs
 from ciuic.system.interrupts import SIGNALS
 from ciuic.system.mountinfo import LAZY_FS_TYPE, LAZY_RESTORE
 from ciuic.system.open_files import describe, mount_users
 from ciuic.system.processes import boot_id
-from ciuic.system.xattrs import read_xattrs
 from ciuic.types import Snapshot
 
 MARKER: Final = b"INCOMPLETE-RESTORE"

@@ -38,7 +38,7 @@ from ciuic.restore import RestorePlan, RestoreTarget, Result, execute
 from ciuic.restore.attributes import REMOVABLE, SpecialFilter, kind_of
 from ciuic.restore.model import Kept
 from ciuic.system.child_process import is_privileged
-from ciuic.system.file_locks import try_lock
+from ciuic.system.disk import try_lock
 from ciuic.system.ownership import find_flaw
 from ciuic.types import FLAG_MOUNTPOINT, Entry, RootRecord, Snapshot
 from ciuic.units import human_size

@@ -39,16 +39,14 @@ from ciuic.maintenance.references import MAX_REPEATS, ChunkReference, ReferenceF
 from ciuic.repository import Repository
 from ciuic.repository.block_maps import blocks_of
 from ciuic.repository.errors import Archived, DamagedTree
-from ciuic.repository.locks import LOCK_NAME
 from ciuic.repository.lookup import resolve
-from ciuic.repository.model import ChunkLocation, PackDamage
+from ciuic.repository.model import LOCK_NAME, ChunkLocation, PackDamage
 from ciuic.repository.snapshot_walk import Reached
 from ciuic.repository.snapshots import UNREADABLE_MARKS
 from ciuic.restore.content import BlockWorker
 from ciuic.restore.pool import Pool
 from ciuic.structs import decode_json
-from ciuic.system.disk import open_regular
-from ciuic.system.file_locks import open_locked, try_lock
+from ciuic.system.disk import open_locked, open_regular, try_lock
 from ciuic.types import ChunkId, Entry, RootRecord, Snapshot, SnapshotId
 
 # Comparisons that a commit may disturb before the result is given up as unknown.

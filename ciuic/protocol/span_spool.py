@@ -18,8 +18,7 @@ from typing import Annotated, Final, NamedTuple
 import msgspec
 
 from ciuic.structs import decode_json
-from ciuic.system.disk import Disk, read_regular
-from ciuic.system.file_locks import open_locked
+from ciuic.system.disk import Disk, open_locked, read_regular
 from ciuic.types import MAX_TIME_NS
 
 SPANS_NAME: Final = "spans.jsonl"

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
+import msgspec
 import xxhash
 
 from ciuic.errors import UsageError
@@ -473,7 +474,7 @@ class RemotePackWriter:
         offset = self._end
         end = offset + record.stored_bytes + self._seal.tag_bytes
         self._seal.seal_into(offset, stored, self._view[offset:end])
-        placed = record._replace(offset=offset)
+        placed = msgspec.structs.replace(record, offset=offset)
         self._records.append(placed)
         self._end = end
         return placed

@@ -42,32 +42,17 @@ if TYPE_CHECKING:
     from ciuic.repository.snapshots import SnapshotStore
     from ciuic.repository.writing.writer import Writer
 
-_HOME = {
-    "BlockMaps": "block_maps",
-    "blocks_of": "block_maps",
-    "ChunkReader": "chunk_reader",
-    "DamagedChunk": "errors",
-    "DamagedPack": "errors",
-    "DamagedRepository": "errors",
-    "DamagedSnapshot": "errors",
-    "DamagedTree": "errors",
-    "MissingChunk": "errors",
-    "RepositoryExists": "errors",
-    "UnsupportedFormat": "errors",
-    "Identity": "identity",
-    "is_zero": "identity",
-    "new_snapshot_id": "identity",
-    "ChunkLocation": "model",
-    "PackDamage": "model",
-    "PackInfo": "model",
-    "PackRecord": "model",
-    "SnapshotInfo": "model",
-    "UnreadableSnapshot": "model",
-    "Repository": "repository",
-    "SnapshotStore": "snapshots",
-    "Trees": "directory_trees",
-    "Walker": "snapshot_walk",
-    "Writer": "writing.writer",
+_HOMES = {
+    "block_maps": "BlockMaps blocks_of",
+    "chunk_reader": "ChunkReader",
+    "directory_trees": "Trees",
+    "errors": "DamagedChunk DamagedPack DamagedRepository DamagedSnapshot DamagedTree MissingChunk RepositoryExists UnsupportedFormat",
+    "identity": "Identity is_zero new_snapshot_id",
+    "model": "ChunkLocation PackDamage PackInfo PackRecord SnapshotInfo UnreadableSnapshot",
+    "repository": "Repository",
+    "snapshot_walk": "Walker",
+    "snapshots": "SnapshotStore",
+    "writing.writer": "Writer",
 }
 
 __all__ = [
@@ -99,4 +84,4 @@ __all__ = [
 ]
 
 
-__getattr__ = lazy_attributes(__name__, _HOME)
+__getattr__ = lazy_attributes(__name__, _HOMES)

@@ -19,7 +19,6 @@ from typing import Final, Literal, Protocol
 import zstandard
 
 from ciuic.errors import Damaged, NotFound
-from ciuic.repository import byte_planes
 from ciuic.repository.errors import DamagedChunk, MissingChunk
 from ciuic.repository.identity import Bytes, Identity
 from ciuic.repository.model import ChunkLocation, PackRecord
@@ -276,6 +275,9 @@ def _unpack_planes(
     # The flags come from the index, and must agree with the base that it names.
     if raw_bytes > MAX_CHUNK_BYTES or bool(flags & FLAG_DIFFERENCE) != (base is not None):
         raise BadCopyError("the index has impossible flags or lengths for it")
+    # Imported here: most commands read trees alone, which are never stored so.
+    from ciuic.repository import byte_planes
+
     try:
         return byte_planes.decode(data, raw_bytes, base, into)
     except ValueError as error:

@@ -32,7 +32,7 @@ from ciuic.repository.tree_format import (
     name_level,
     node_totals,
 )
-from ciuic.system.xattrs import is_acl_duplicate
+from ciuic.system.disk import is_acl_duplicate
 from ciuic.types import FLAG_XATTRS_CHUNK, ChunkId, Entry, TreeRef
 
 # Limit of cached nodes in encoded bytes; decoded they take about ten times the memory. A node has 8 KiB on

@@ -15,16 +15,15 @@ import os
 import sys
 import time
 from contextlib import suppress
-from typing import Final, Protocol
+from typing import Protocol
 
 import msgspec
 
 from ciuic.errors import Busy
+from ciuic.repository.model import CLAIM_NAME, LOCK_NAME
 from ciuic.structs import decode_json
-from ciuic.system.disk import open_to_write
-from ciuic.system.file_locks import try_lock
+from ciuic.system.disk import open_to_write, try_lock
 
-LOCK_NAME = "lock"
 # First pause, doubled up to `_POLL_SECONDS`: writers that take turns wait for no more than each other's last
 # syncs.
 _FIRST_POLL_SECONDS = 0.002
@@ -105,9 +104,6 @@ def _busy(directory: str, fd: int, clock: Clock) -> Busy:
         seconds = max(0, clock.time_ns() - owner.since_ns) // 10**9
         text = f" by {owner.command!r} (process {owner.pid} on {owner.host}, for {seconds} s)"
     return Busy(f"the repository {directory} is being written to{text}", hint="Try again when it is done.")
-
-
-CLAIM_NAME: Final = "claim"
 
 
 class Claim:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ciuic.repository.repository import Repository
 
 
-class Located(NamedTuple):
+class Located(msgspec.Struct, frozen=True):
     """An entry found in a snapshot."""
 
     root: RootRecord

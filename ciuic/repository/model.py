@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import msgspec
 
@@ -13,7 +13,12 @@ DIFFERENCE: Final = 4
 """Flag of a record: the content is stored as the difference from that of its base."""
 
 
-class PackInfo(NamedTuple):
+LOCK_NAME: Final = "lock"
+CLAIM_NAME: Final = "claim"
+"""Files of the repository with the locks of `ciuic.repository.locks`, which only writers import."""
+
+
+class PackInfo(msgspec.Struct, frozen=True):
     """Pack file `packs/<number as 16 hex digits>.pack`; numbers grow and are not reused."""
 
     number: int
@@ -22,7 +27,7 @@ class PackInfo(NamedTuple):
     sealed: bool
 
 
-class PackRecord(NamedTuple):
+class PackRecord(msgspec.Struct, frozen=True):
     """Position of one stored chunk in its pack, and how it is stored."""
 
     id: ChunkId
@@ -36,7 +41,7 @@ class PackRecord(NamedTuple):
     """Chunk that this one is stored as the difference from; empty for none."""
 
 
-class ChunkLocation(NamedTuple):
+class ChunkLocation(msgspec.Struct, frozen=True):
     """Position of one copy of a chunk, and how it is stored.
 
     The flags are those of `pack_format`; without flags the content is stored as it is.
@@ -50,14 +55,14 @@ class ChunkLocation(NamedTuple):
     base: ChunkId | Literal[b""] = b""
 
 
-class Shortened(NamedTuple):
+class Shortened(msgspec.Struct, frozen=True):
     """Result of `Writer.shorten_pack`; ``left_bytes`` is the size of the pack now, 0 when it is gone."""
 
     freed_bytes: int
     left_bytes: int
 
 
-class PackDamage(NamedTuple):
+class PackDamage(msgspec.Struct, frozen=True):
     """Defect of a pack, as `Repository.scrub` finds it.
 
     ``chunk`` is None when the structure of the pack is damaged.
@@ -98,7 +103,7 @@ class SnapshotInfo(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.placed_ns, self.time_ns)
 
 
-class UnreadableSnapshot(NamedTuple):
+class UnreadableSnapshot(msgspec.Struct, frozen=True):
     """File in snapshots/ that is not a readable snapshot; while one exists, nothing may be collected."""
 
     id: str

@@ -12,14 +12,14 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+
+import msgspec
 
 from ciuic.errors import NotFound
 from ciuic.repository import pack_format as pf
 from ciuic.repository.errors import DamagedPack
 from ciuic.repository.identity import HashName
 from ciuic.repository.model import ChunkLocation, PackInfo, PackKind, PackRecord
-from ciuic.system import page_cache
 from ciuic.system.disk import open_regular
 
 _NAME = re.compile(r"([0-9a-f]{16})\.pack\Z")
@@ -33,7 +33,7 @@ _RESYNC_BYTES = 1 << 20
 _MAX_IOVECS = 1024
 
 
-class Segment(NamedTuple):
+class Segment(msgspec.Struct, frozen=True):
     """Segment as a scan finds it; with ``damage``, a stretch of unreadable bytes."""
 
     offset: int
@@ -268,6 +268,9 @@ class Packs:
         Raises:
             NotFound: the pack is gone.
         """
+        # Imported here: readers need no ctypes (2 ms).
+        from ciuic.system import page_cache
+
         # A duplicate, because the cached descriptor may be closed meanwhile.
         fd = os.dup(self.descriptor(number))
         try:

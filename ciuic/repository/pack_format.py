@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
+import msgspec
 import xxhash
 
 from ciuic.repository.errors import DamagedPack, UnsupportedFormat
@@ -70,7 +70,7 @@ _HASHES: dict[HashName, int] = {"xxh3-128": 1, "blake3-128": 2}
 _EMPTY_CHECKSUM = xxhash.xxh3_64_intdigest(b"")
 
 
-class PackHeader(NamedTuple):
+class PackHeader(msgspec.Struct, frozen=True):
     """First block of a pack."""
 
     number: int
@@ -80,7 +80,7 @@ class PackHeader(NamedTuple):
     """Hash that names the chunks of the pack."""
 
 
-class SegmentHead(NamedTuple):
+class SegmentHead(msgspec.Struct, frozen=True):
     """Fixed part of a segment table."""
 
     records: int
@@ -211,7 +211,7 @@ def _decode_records(data: bytes, number: int, offset: int) -> list[PackRecord]:
         if based is not None:
             if flags != FLAG_BASE or stored or raw or at != based.offset + based.stored_bytes:
                 raise DamagedPack(number, offset, f"no record of its base follows chunk {based.id.hex()}")
-            records.append(based._replace(base=ChunkId(id_)))
+            records.append(msgspec.structs.replace(based, base=ChunkId(id_)))
             based = None
             continue
         if flags not in _CHUNK_FLAGS:

@@ -33,8 +33,7 @@ from ciuic.repository.config import (
 from ciuic.repository.errors import RepositoryExists
 from ciuic.repository.identity import Identity
 from ciuic.repository.index_database import DAMAGED, INDEX_NAME
-from ciuic.repository.locks import CLAIM_NAME, LOCK_NAME, Claim, Lock
-from ciuic.repository.model import PackDamage, PackInfo, PackRecord
+from ciuic.repository.model import CLAIM_NAME, LOCK_NAME, PackDamage, PackInfo, PackRecord
 from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR, CommittedSnapshots, SnapshotStore
 from ciuic.system.disk import Disk
 from ciuic.system.ownership import find_flaw
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from ciuic.repository.chunk_lookup import ReaderFinder
     from ciuic.repository.chunk_reader import ChunkLookup, ChunkReader, PackSource
     from ciuic.repository.directory_trees import Trees
+    from ciuic.repository.locks import Claim
     from ciuic.repository.pack_directory import Packs
     from ciuic.repository.writing.writer import Writer
 
@@ -89,6 +89,9 @@ def unmake_empty(where: str, disk: Disk | None = None) -> bool:
         Busy: a writer is at work.
         NotPermitted: the directory cannot be written.
     """
+    # Imported here, as below: readers take no lock.
+    from ciuic.repository.locks import Lock
+
     disk = disk or Disk()
     try:
         # Against a writer that stores the first chunks just now.
@@ -265,6 +268,8 @@ class Repository:
             NotPermitted: the directory cannot be written, or ``refuse_foreign`` refuses it.
         """
         check_block_size(block_size)
+        from ciuic.repository.locks import Lock
+
         disk = disk or Disk()
         where = os.path.abspath(os.fspath(path))
         if refuse_foreign:
@@ -399,6 +404,7 @@ class Repository:
             NotPermitted: the repository cannot be written.
             OSError: the disk failed.
         """
+        from ciuic.repository.locks import Lock
         from ciuic.repository.pack_directory import Packs
         from ciuic.repository.writing.writer import Writer
 
@@ -427,6 +433,8 @@ class Repository:
         Raises:
             OSError: the disk failed.
         """
+        from ciuic.repository.locks import Claim
+
         return Claim.acquire(str(self.path))
 
     def packs(self) -> list[PackInfo]:

@@ -426,7 +426,10 @@ def _compare(packs: Packs, index: IndexDatabase) -> list[str]:
         expected_rows += len(records)
         listed = index.copies_in(number, [record.id for record in records])
         # Without the checksum, which the index does not have.
-        wrong = sum((*record[:5], record.base) not in listed for record in records)
+        wrong = sum(
+            (one.id, one.offset, one.stored_bytes, one.raw_bytes, one.flags, one.base) not in listed
+            for one in records
+        )
         if wrong:
             problems.append(f"the index lacks {plural(wrong, 'chunk')} of pack {number:016x}")
     # Only without other problems: each of them explains a difference in the number of rows.

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from ciuic.errors import NotFound, UsageError
 from ciuic.types import Snapshot, order_of
@@ -27,7 +29,7 @@ _SHOWN: Final = 8
 _HINT: Final = "ciuic list --sets shows those there are"
 
 
-class SetName(NamedTuple):
+class SetName(msgspec.Struct, frozen=True):
     """A person's name for a set, or for one of its snapshots."""
 
     name: str
@@ -36,7 +38,7 @@ class SetName(NamedTuple):
     """Member, or its host; empty: the set."""
 
 
-class SnapshotSet(NamedTuple):
+class SnapshotSet(msgspec.Struct, frozen=True):
     """A set, as far as it is found. At least one member is."""
 
     id: str

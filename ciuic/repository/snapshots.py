@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from ciuic.errors import CiuicError, NotFound, UsageError
-from ciuic.repository import log, promised
+from ciuic.repository import log
 from ciuic.repository.config import read_file
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
 from ciuic.repository.identity import new_snapshot_id
@@ -352,6 +352,9 @@ class SnapshotStore(CommittedSnapshots):
 
     def lost(self, text: str) -> NotFound | None:
         """Return the error with the reason if ``text`` is the id of a promised snapshot that was given up."""
+        # Imported here, as below: promises are asked for what is not found, and before a snapshot is made.
+        from ciuic.repository import promised
+
         for promise in promised.lost(self._directory, ()):
             if text in (promise.id, promise.id.removeprefix("cs-")):
                 return NotFound(
@@ -388,6 +391,8 @@ class SnapshotStore(CommittedSnapshots):
 
     def new_id(self, taken: Collection[str] = ()) -> SnapshotId:
         """Return a new id, neither in use nor promised nor in ``taken`` (cut but not yet committed)."""
+        from ciuic.repository import promised
+
         return super().new_id([*taken, *promised.promised_names(self._directory)])
 
     def signatures(self) -> dict[str, str]:

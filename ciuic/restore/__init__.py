@@ -32,23 +32,10 @@ if TYPE_CHECKING:
     from ciuic.restore.plan import plan_restore
     from ciuic.restore.run import execute
 
-_HOME = {
-    "execute": "run",
-    "plan_restore": "plan",
-    **dict.fromkeys(
-        (
-            "Action",
-            "Failure",
-            "RestoreItem",
-            "OmittedSpecial",
-            "Overwrite",
-            "RestorePlan",
-            "RestoreProgress",
-            "Result",
-            "RestoreTarget",
-        ),
-        "model",
-    ),
+_HOMES = {
+    "model": "Action Failure OmittedSpecial Overwrite RestoreItem RestorePlan RestoreProgress RestoreTarget Result",
+    "plan": "plan_restore",
+    "run": "execute",
 }
 
 __all__ = [
@@ -68,7 +55,7 @@ __all__ = [
 
 __getattr__ = lazy_attributes(
     __name__,
-    _HOME,
+    _HOMES,
     renamed={
         "Item": "RestoreItem",
         "LeftOut": "OmittedSpecial",

@@ -25,13 +25,13 @@ import stat
 import struct
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
 from ciuic import STATE_DIR_NAME
 from ciuic.restore.journal import JOURNAL_NAME
-from ciuic.system.xattrs import read_xattrs
+from ciuic.system.disk import read_xattrs
 from ciuic.types import Entry, recorded_time
 
 OWNER: Final = "owner"
@@ -132,7 +132,7 @@ def differ(at: int | bytes, now: os.stat_result, entry: Entry, xattrs: Xattrs) -
     )
 
 
-class _Owned(NamedTuple):
+class _Owned(msgspec.Struct, frozen=True):
     """Parts of the owner that are as recorded."""
 
     user: bool

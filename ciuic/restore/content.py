@@ -22,34 +22,35 @@ Content is written as usual where no worker answers, the worker cannot share, or
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from ciuic.errors import Damaged, NotFound
-from ciuic.protocol.worker_client import WorkerControlClient, WorkerRefused, WorkerUnreachable
-from ciuic.protocol.worker_frames import Share, worker_socket
 from ciuic.repository.block_maps import blocks_of
 from ciuic.repository.errors import DamagedTree
-from ciuic.repository.extent_sharing import ALIGN_BYTES, share_extents
 from ciuic.repository.identity import is_zero
-from ciuic.repository.pack_format import CODED_FLAGS
+from ciuic.repository.pack_format import ALIGN_BYTES, CODED_FLAGS
 from ciuic.system import mountinfo
 from ciuic.system.disk import clone_range, write_all
 from ciuic.types import ChunkId, Entry
 
 if TYPE_CHECKING:
+    import ctypes
+
+    from ciuic.protocol.worker_frames import Share
     from ciuic.repository import Repository
     from ciuic.repository.bulk_reader import ReadChunk
     from ciuic.repository.model import ChunkLocation
 
 
-__all__ = ["ALIGN_BYTES", "Sharing"]
 # _IOW(0x94, 9, int), linux/fs.h.
 _FICLONE = 0x40049409
 # Errors by which a file system says that it cannot share these extents; others, such as ENOSPC, are raised.
@@ -151,6 +152,9 @@ class OverlaySharing:
     """Requests to the overlay worker of one mount; for one thread."""
 
     def __init__(self, device: str, socket_path: Path) -> None:
+        # Imported here, as below: only a restore over an overlay asks a worker, and needs sockets (3 ms).
+        from ciuic.protocol.worker_client import WorkerControlClient
+
         self._device = device
         self._client = WorkerControlClient(socket_path, timeout_seconds=_TIMEOUT_SECONDS)
 
@@ -162,6 +166,8 @@ class OverlaySharing:
         Raises:
             OSError: the disk cannot take the content, because it is full for instance.
         """
+        from ciuic.protocol.worker_frames import Share
+
         now = os.fstat(fd)
         # The worker refuses a range beyond the end of the file, because a clone must not change the size.
         if now.st_size < offset + length:
@@ -180,6 +186,8 @@ class OverlaySharing:
 
     def _ask(self, request: Share, source: int) -> int:
         """Send the request; return 0 or the errno of the refusal."""
+        from ciuic.protocol.worker_client import WorkerRefused, WorkerUnreachable
+
         try:
             self._client.share(request, source)
         # The outcome is unknown: the caller writes the same bytes, so it does not matter whether they were
@@ -205,6 +213,8 @@ def find(device: int, runtime_dir: Path) -> OverlaySharing | None:
         mounts = mountinfo.read()
     except OSError:
         return None
+    from ciuic.protocol.worker_frames import worker_socket
+
     for mount in mounts:
         if mount.fs_type == _FS_TYPE and mount.device == numbers:
             path = worker_socket(runtime_dir, mount.mount_point)
@@ -228,14 +238,21 @@ _READ_BYTES = 1 << 20
 # Reading more zeros than this to compare a hole costs more than writing the file anew.
 _MAX_ZEROS_READ_BYTES = 64 << 20
 
-_libc = ctypes.CDLL(None, use_errno=True)
-# Python has no wrapper for these calls. Without the types ctypes passes an integer as 32 bits, which cuts off
-# offsets from 2 GiB on.
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-_libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+
+@cache
+def _libc() -> ctypes.CDLL:
+    # Imported here: a dry run needs no ctypes (2 ms).
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    # Python has no wrapper for these calls. Without the types ctypes passes an integer as 32 bits, which cuts off
+    # offsets from 2 GiB on.
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return libc
 
 
-class Batch(NamedTuple):
+class Batch(msgspec.Struct, frozen=True):
     """A range of a file: consecutive blocks with data, and the holes around them."""
 
     start: int
@@ -280,7 +297,7 @@ class WritableFile(Protocol):
         ...
 
 
-class FileBlock(NamedTuple):
+class FileBlock(msgspec.Struct, frozen=True):
     """A block that is to be written to a file."""
 
     file: WritableFile
@@ -290,7 +307,7 @@ class FileBlock(NamedTuple):
     chunk: ChunkId
 
 
-class _Unshared(NamedTuple):
+class _Unshared(msgspec.Struct, frozen=True):
     """A block that was read and verified, and is to be shared as extents of its pack."""
 
     part: FileBlock
@@ -298,7 +315,7 @@ class _Unshared(NamedTuple):
     length: int
 
 
-class _InPack(NamedTuple):
+class _InPack(msgspec.Struct, frozen=True):
     """A block of a file whose bytes a pack has as they are."""
 
     block: int
@@ -428,9 +445,9 @@ class BlockWorker:
         try:
             if not self._share(first.part, first.location, sum(unshared.length for unshared in waiting)):
                 # Refused after it had worked before: the blocks are read again and written, one by one.
-                for part, _, length in waiting:
-                    data = self.repository.chunks.get(part.chunk)
-                    write_sparse(part.file.fd, data, 0, length, part.offset)
+                for one in waiting:
+                    data = self.repository.chunks.get(one.part.chunk)
+                    write_sparse(one.part.file.fd, data, 0, one.length, one.part.offset)
         except (OSError, Damaged) as error:
             first.part.file.fail(error)
 
@@ -483,7 +500,11 @@ class BlockWorker:
             wrong_bytes += self._cleared(fd, at, batch.end)
         if wrong:
             self.write(
-                list(file_blocks(file, entry, batch._replace(blocks=wrong), self.repository.block_size))
+                list(
+                    file_blocks(
+                        file, entry, msgspec.structs.replace(batch, blocks=wrong), self.repository.block_size
+                    )
+                )
             )
         return wrong_bytes
 
@@ -538,6 +559,9 @@ class BlockWorker:
 
     def _is_of_pack(self, fd: int, run: list[_InPack]) -> bool:
         """Return whether the file shares the extents of the blocks in their pack, and has the same bytes after the last whole page."""
+        # Imported here: only of a clone whose content is to be corrected.
+        from ciuic.repository.extent_sharing import share_extents
+
         try:
             pack = self.repository.bulk.pack_descriptor(run[0].location.pack)
         except NotFound:
@@ -619,7 +643,9 @@ def will_need(fd: int, batch: Batch) -> None:
 
 def punch_hole(fd: int, start: int, end: int) -> None:
     """Make a range read as zeros and release its space. OSError."""
-    if end > start and _libc.fallocate(fd, _PUNCH_HOLE, start, end - start):
+    if end > start and _libc().fallocate(fd, _PUNCH_HOLE, start, end - start):
+        import ctypes
+
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 
@@ -627,7 +653,7 @@ def punch_hole(fd: int, start: int, end: int) -> None:
 def start_writing_out(fd: int, offset: int, length: int) -> None:
     """Start writing a range to the disk, so that a later sync finds little left to do."""
     # The result is ignored: fsync reports the same write errors.
-    _libc.sync_file_range(fd, offset, length, _SYNC_FILE_RANGE_WRITE)
+    _libc().sync_file_range(fd, offset, length, _SYNC_FILE_RANGE_WRITE)
 
 
 def zeros(fd: int, start: int, end: int, limit_bytes: int) -> bool:

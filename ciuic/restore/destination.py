@@ -11,23 +11,28 @@ behind a link.
 
 from __future__ import annotations
 
-import array
-import ctypes
 import errno
 import fcntl
 import os
-import random
 import stat
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from ciuic import STATE_DIR_NAME
 from ciuic.errors import CiuicError
 from ciuic.printable import one_line
 from ciuic.repository.lookup import join
-from ciuic.system.linked_path import LinkedPath
+from ciuic.system.disk import LinkedPath
 from ciuic.system.mountinfo import LEFT_ALONE, MountBorders
+
+if TYPE_CHECKING:
+    import ctypes
+    from random import Random
 
 TEMPORARY_PREFIX = b".ciuic-restore-"
 OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -38,11 +43,25 @@ _FS_IOC_GETFLAGS = 0x80086601
 _FS_APPEND_FL = 0x20
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
-# Temporary names need to differ, not to be secret: os.urandom for each name cost more than creating some of the files.
-_chosen = random.Random(os.urandom(32))
-# A forked child would otherwise choose the same names as its parent.
-os.register_at_fork(after_in_child=lambda: _chosen.seed(os.urandom(32)))
-_libc = ctypes.CDLL(None, use_errno=True)
+
+@cache
+def _chosen() -> Random:
+    # Imported here: a dry run, which makes no names, needs neither the module nor its digests.
+    from random import Random
+
+    # Temporary names need to differ, not to be secret: os.urandom for each name cost more than creating some of the files.
+    chosen = Random(os.urandom(32))
+    # A forked child would otherwise choose the same names as its parent.
+    os.register_at_fork(after_in_child=lambda: chosen.seed(os.urandom(32)))
+    return chosen
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    # Imported here: a dry run needs no ctypes (2 ms).
+    import ctypes
+
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def stat_at(folder: int, name: bytes) -> os.stat_result | None:
@@ -96,7 +115,7 @@ def proc_path(fd: int) -> bytes:
 def new_temporary_name(run: str) -> bytes:
     """Return a hidden name that no other restore uses; names of one run share a prefix."""
     # 48 random bits: the run's own 64 bits tell runs apart, these tell the names of one run apart.
-    return TEMPORARY_PREFIX + f"{run}-{_chosen.getrandbits(48):012x}".encode("ascii")
+    return TEMPORARY_PREFIX + f"{run}-{_chosen().getrandbits(48):012x}".encode("ascii")
 
 
 def is_temporary(name: bytes, run: str) -> bool:
@@ -112,8 +131,10 @@ def rename_new(source: int, old: bytes, folder: int, new: bytes) -> None:
         OSError: the rename failed.
     """
     # Python has no wrapper for renameat2(2), which alone refuses a taken name in one step.
-    if _libc.renameat2(source, old, folder, new, _RENAME_NOREPLACE) == 0:
+    if _libc().renameat2(source, old, folder, new, _RENAME_NOREPLACE) == 0:
         return
+    import ctypes
+
     code = ctypes.get_errno()
     if code not in _UNSUPPORTED:
         raise OSError(code, os.strerror(code), new)
@@ -135,12 +156,11 @@ def refusal(error: OSError) -> str:
 def is_append_only(folder: int) -> bool:
     """Return whether names of a directory cannot be renamed or removed (chattr +a), as far as its file system tells."""
     # The kernel writes an int, where the number of the call says long.
-    flags = array.array("I", (0, 0))
     try:
-        fcntl.ioctl(folder, _FS_IOC_GETFLAGS, flags)
+        flags = int.from_bytes(fcntl.ioctl(folder, _FS_IOC_GETFLAGS, bytes(8))[:4], sys.byteorder)
     except OSError:
         return False
-    return bool(flags[0] & _FS_APPEND_FL)
+    return bool(flags & _FS_APPEND_FL)
 
 
 def unlink_if_there(folder: int, name: bytes) -> None:
@@ -151,8 +171,7 @@ def unlink_if_there(folder: int, name: bytes) -> None:
         return
 
 
-@dataclass
-class Remover:
+class Remover(msgspec.Struct):
     """Removes trees, sparing what must be spared, and never across the border of a mount."""
 
     spared_inodes: frozenset[tuple[int, int]] = frozenset()
@@ -160,11 +179,11 @@ class Remover:
     spared: Callable[[bytes, bool], bool] | None = None
     """Function of (source path, is a directory) that returns True for what stays, with everything below."""
     dry_run: bool = False
-    failures: list[tuple[bytes, str]] = field(default_factory=list)
+    failures: list[tuple[bytes, str]] = []
     """(path, reason) of each name that could not be removed."""
     stays: Callable[[bytes], bool] | None = None
     """Function of a source path that returns True for a directory that stays itself, whatever is removed below it."""
-    removed_below: list[bytes] = field(default_factory=list)
+    removed_below: list[bytes] = []
     """Paths of what was removed from directories that stay: the tops alone."""
 
     def remove(self, folder: int, name: bytes, path: bytes, source_path: bytes) -> bool:
@@ -236,9 +255,8 @@ class Remover:
             linked = LinkedPath(path, above.path if above is not None else None)
             linked_source = LinkedPath(source_path, above.source_path if above is not None else None)
             # Listed by a path of bytes: os.listdir(fd) would return text.
-            stack.append(
-                _Level(fd, folder, name, linked, linked_source, iter(os.listdir(proc_path(fd))), lifted)
-            )
+            names = iter(os.listdir(proc_path(fd)))
+            stack.append(_Level(fd, folder, name, linked, linked_source, MountBorders(fd), names, lifted))
             return True
         os.close(fd)
         return False
@@ -284,8 +302,7 @@ class Remover:
         return True
 
 
-@dataclass
-class _Level:
+class _Level(msgspec.Struct):
     """A directory being emptied."""
 
     fd: int
@@ -293,15 +310,13 @@ class _Level:
     name: bytes
     path: LinkedPath
     source_path: LinkedPath
+    borders: MountBorders
     names: Iterator[bytes]
     lifted: int | None
     """Mode to put back."""
     empty: bool = True
-    gone: list[bytes] = field(default_factory=list)
+    gone: list[bytes] = []
     """Paths of the names that were removed."""
-
-    def __post_init__(self) -> None:
-        self.borders = MountBorders(self.fd)
 
     def close(self) -> None:
         if self.lifted is not None:

@@ -23,7 +23,8 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import NamedTuple
+
+import msgspec
 
 from ciuic.errors import CiuicError, NotPermitted, UsageError
 from ciuic.printable import one_line
@@ -43,14 +44,14 @@ from ciuic.restore.destination import (
 )
 from ciuic.restore.journal import new_run
 from ciuic.restore.model import RestoreTarget
-from ciuic.system.linked_path import LinkedPath
+from ciuic.system.disk import LinkedPath
 from ciuic.system.mountinfo import MountBorders
 from ciuic.types import Entry, Snapshot
 
 _NOT_OWNER = stat.S_IRWXG | stat.S_IRWXO
 
 
-class PrivateDir(NamedTuple):
+class PrivateDir(msgspec.Struct, frozen=True):
     """A directory for unfinished files; closed by `remove`."""
 
     shared: int

@@ -15,15 +15,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
-import json
 import os
 import re
 import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -34,8 +31,7 @@ from ciuic.printable import one_line
 from ciuic.restore.destination import unlink_if_there
 from ciuic.structs import decode_json
 from ciuic.system import mountinfo
-from ciuic.system.disk import Disk, open_regular
-from ciuic.system.file_locks import open_locked
+from ciuic.system.disk import Disk, open_locked, open_regular
 from ciuic.system.state_home import state_home
 
 _SUFFIX: Final = ".restore"
@@ -70,8 +66,11 @@ def recorded(
 
     It stays if the block is left by an interrupt, or another defect than an error that is told.
     """
+    # Imported here: it loads OpenSSL (3 ms), which a dry run and the start of the restore of a file do without.
+    from hashlib import sha256
+
     fd = -1
-    name = hashlib.sha256(b"\0".join(sorted(destinations))).hexdigest()[:16] + _SUFFIX
+    name = sha256(b"\0".join(sorted(destinations))).hexdigest()[:16] + _SUFFIX
     record = UnfinishedRestore(snapshot, tuple(destinations), tuple(command), time.time())
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -164,8 +163,7 @@ _MAX_LOCK_ATTEMPTS = 20
 _RUN = re.compile(r"[0-9a-f]{16}\Z")
 
 
-@dataclass(frozen=True)
-class RestoreMark:
+class RestoreMark(msgspec.Struct, frozen=True):
     """Content of a journal: which restore of which snapshot is unfinished."""
 
     snapshot: str
@@ -180,16 +178,16 @@ class RestoreMark:
     def encode(self) -> bytes:
         """Return the bytes of the file."""
         document = {"snapshot": self.snapshot, "source": self.source.hex(), "run": self.run}
-        return json.dumps(document).encode("ascii")
+        return msgspec.json.encode(document)
 
     @classmethod
     def decode(cls, data: bytes) -> RestoreMark | None:
         """Decode the file; None for anything that is not complete, because the run was cut short while writing it."""
         try:
-            document = json.loads(data)
+            document = decode_json(data, dict[str, str])
             source = bytes.fromhex(document["source"])
-            mark = cls(str(document["snapshot"]), source, str(document["run"]))
-        except (ValueError, KeyError, TypeError, RecursionError):
+            mark = cls(document["snapshot"], source, document["run"])
+        except (msgspec.MsgspecError, ValueError, KeyError, RecursionError):
             return None
         return mark if _RUN.match(mark.run) else None
 

@@ -14,31 +14,22 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal
 
-from ciuic.errors import CiuicError, Partial
-from ciuic.repository.lookup import Located
+import msgspec
+
+from ciuic.errors import CiuicError, Damaged, Partial
+from ciuic.repository.directory_trees import Lineage
+from ciuic.repository.lookup import Located, join
 from ciuic.system.shell_quoting import shown
-from ciuic.types import Entry, recorded_time
+from ciuic.types import FLAG_MOUNTPOINT, Entry, recorded_time
 from ciuic.units import plural
 
 if TYPE_CHECKING:
     from ciuic.repository import Repository
     from ciuic.types import Snapshot
-
-
-import hashlib
-from collections.abc import Iterator, Sequence
-
-from ciuic.errors import Damaged
-from ciuic.excludes import ExcludeMatcher, effective_patterns
-from ciuic.repository import Repository
-from ciuic.repository.directory_trees import Lineage
-from ciuic.repository.lookup import join
-from ciuic.types import FLAG_MOUNTPOINT
 
 
 class Selection:
@@ -58,14 +49,17 @@ class Selection:
         Raises:
             ValueError: a pattern cannot match anything; the message names it.
         """
+        # Imported here: most restores choose nothing by patterns.
+        from hashlib import sha256
+
+        from ciuic.excludes import ExcludeMatcher, effective_patterns
+
         self._top = source.path
         self._start = len(source.path.rstrip(b"/")) + 1
         top = os.fsdecode(source.path)
         self._include = ExcludeMatcher(source.path, effective_patterns(top, (), include)) if include else None
         self._exclude = ExcludeMatcher(source.path, effective_patterns(top, (), exclude))
-        self.digest = hashlib.sha256(
-            repr((tuple(include), tuple(exclude))).encode(errors="surrogateescape")
-        ).digest()
+        self.digest = sha256(repr((tuple(include), tuple(exclude))).encode(errors="surrogateescape")).digest()
         """Tells one choice from another in the journal of a restore."""
         self._leading: set[bytes] = set()
         if self._include is not None and source.entry.is_dir:
@@ -154,7 +148,7 @@ class Overwrite(str, Enum):
 Action = Literal["restored", "attributes", "linked", "skipped", "removed", "failed", "conflict"]
 
 
-class RestoreItem(NamedTuple):
+class RestoreItem(msgspec.Struct, frozen=True):
     """Outcome of one path; in a dry run the outcome that it would have."""
 
     path: bytes
@@ -172,7 +166,7 @@ class RestoreItem(NamedTuple):
     """Size of a file that is written."""
 
 
-class Failure(NamedTuple):
+class Failure(msgspec.Struct, frozen=True):
     """A path that is not as it was at the snapshot, with the reason."""
 
     path: bytes
@@ -183,7 +177,7 @@ class Failure(NamedTuple):
     """Only an owner, mode, attribute or time could not be set; the content is right."""
 
 
-class OmittedSpecial(NamedTuple):
+class OmittedSpecial(msgspec.Struct, frozen=True):
     """A special file or attribute (attributes.py) that was not restored."""
 
     path: bytes
@@ -191,7 +185,7 @@ class OmittedSpecial(NamedTuple):
     """Description such as "setuid bit", "block device 8:0" or "attribute security.capability"."""
 
 
-class RestoreProgress(NamedTuple):
+class RestoreProgress(msgspec.Struct, frozen=True):
     """Progress of a restore."""
 
     bytes_done: int
@@ -202,7 +196,7 @@ class RestoreProgress(NamedTuple):
     path: bytes
 
 
-class RestoreTarget(NamedTuple):
+class RestoreTarget(msgspec.Struct, frozen=True):
     """A file or directory to be restored, and its destination."""
 
     source: Located
@@ -230,7 +224,7 @@ class RestoreTarget(NamedTuple):
         return self.selection is None or self.selection.has(source_path, is_dir)
 
 
-class Kept(NamedTuple):
+class Kept(msgspec.Struct, frozen=True):
     """Exceptions of --delete: what stays although the snapshot does not have it."""
 
     inodes: frozenset[tuple[int, int]]
@@ -241,8 +235,7 @@ class Kept(NamedTuple):
     """Function of an absolute path at the snapshot that returns True for a directory that stays, whatever goes from below it."""
 
 
-@dataclass(frozen=True)
-class RestorePlan:
+class RestorePlan(msgspec.Struct, frozen=True):
     """A restore without conflicts, ready for `execute`. Nothing has been changed yet."""
 
     repository: Repository
@@ -261,8 +254,7 @@ class RestorePlan:
     """Reason for which special files are left out although nobody asked for it; empty otherwise."""
 
 
-@dataclass
-class Result:
+class Result(msgspec.Struct):
     """Result of a restore. Counts are of files, links and other non-directories unless stated otherwise."""
 
     dry_run: bool = False
@@ -272,16 +264,16 @@ class Result:
     skipped: int = 0
     """Number of files that were right already or left alone by the overwrite mode; attributes may have been set."""
     directories: int = 0
-    removed: list[bytes] = field(default_factory=list)
+    removed: list[bytes] = []
     """Tops of the trees that were removed."""
-    failed: list[Failure] = field(default_factory=list)
-    open_for_writing: list[bytes] = field(default_factory=list)
+    failed: list[Failure] = []
+    open_for_writing: list[bytes] = []
     """Restored files that were open for writing at the cut."""
-    not_held: list[bytes] = field(default_factory=list)
+    not_held: list[bytes] = []
     """Restored files whose content may be later than the cut."""
-    far_times: list[bytes] = field(default_factory=list)
+    far_times: list[bytes] = []
     """Restored files whose modification time was farther from 1970 than a snapshot holds; they have the nearest."""
-    left_out: list[OmittedSpecial] = field(default_factory=list)
+    left_out: list[OmittedSpecial] = []
     """Special files and attributes that were not restored."""
     left_out_because: str = ""
     """`RestorePlan.foreign_reason`, if something was left out for it; the restore is not complete then."""

@@ -28,7 +28,7 @@ from ciuic.restore.destination import (
     unlink_if_there,
 )
 from ciuic.restore.pool import RunStopped
-from ciuic.system.linked_path import MAX_KEPT_BYTES
+from ciuic.system.disk import MAX_KEPT_BYTES
 from ciuic.types import Entry
 
 if TYPE_CHECKING:

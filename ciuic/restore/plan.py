@@ -23,7 +23,7 @@ from ciuic.restore.destination_directories import (
     open_parent,
 )
 from ciuic.restore.model import Kept, Overwrite, RestorePlan, RestoreTarget, Selection, believed_equal
-from ciuic.system.linked_path import LinkedPath
+from ciuic.system.disk import LinkedPath
 from ciuic.system.mountinfo import MountBorders
 from ciuic.system.shell_quoting import shown
 from ciuic.types import Entry, Snapshot
@@ -75,7 +75,7 @@ def plan_restore(
         check_usable(target)
     if include or exclude:
         targets = tuple(
-            target._replace(selection=Selection(repository, target.source, include, exclude))
+            msgspec.structs.replace(target, selection=Selection(repository, target.source, include, exclude))
             for target in targets
         )
         if not any(_has_something(target) for target in targets):

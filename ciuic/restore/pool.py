@@ -7,8 +7,9 @@ all release the interpreter lock.
 
 from __future__ import annotations
 
+# As in ciuic.system.interrupts.
+import _signal  # type: ignore[import-not-found]
 import os
-import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -100,7 +101,7 @@ class Pool:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.getsignal(number) for number in SIGNALS}
+        before = {number: _signal.getsignal(number) for number in SIGNALS}
         interrupted = []
 
         def note(number: int, frame: FrameType | None) -> None:
@@ -110,13 +111,13 @@ class Pool:
         # Signals that are ignored or end the process by default stay as they are.
         for number, handler in before.items():
             if callable(handler):
-                signal.signal(number, note)
+                _signal.signal(number, note)
         try:
             yield
         finally:
             for number, handler in before.items():
                 if callable(handler):
-                    signal.signal(number, handler)
+                    _signal.signal(number, handler)
             if interrupted:
                 raise KeyboardInterrupt
 

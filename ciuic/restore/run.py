@@ -11,7 +11,6 @@ import os
 import posixpath
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -58,8 +57,7 @@ class Placeholders(Protocol):
         ...
 
 
-@dataclass
-class Attempt:
+class Attempt(msgspec.Struct):
     """State of the restore of a single target."""
 
     target: RestoreTarget
@@ -174,7 +172,10 @@ class Dispatcher:
         entry, existing = file.entry, file.existing
         if self._placeholders is not None and self._placeholders.take(file):
             return
-        if not entry.is_file or entry.size_bytes <= self._small_bytes:
+        if self._dry_run and existing is None:
+            # Nothing is compared: no thread, with a repository opened for it, is needed.
+            file.done("restored", [])
+        elif not entry.is_file or entry.size_bytes <= self._small_bytes:
             self._small.add(file)
         elif existing is None or not stat.S_ISREG(existing.st_mode):
             self._feeder.write(file)
@@ -190,17 +191,16 @@ def status_of(folder: Folder, name: bytes) -> os.stat_result | None:
     return None if folder.fd == NOT_THERE else stat_at(folder.fd, name)
 
 
-@dataclass
-class _Frame:
+class _Frame(msgspec.Struct):
     """A directory whose entries are being walked through."""
 
     folder: Folder
     entries: Iterator[Entry]
-    extra: set[bytes] = field(default_factory=set)
+    extra: set[bytes] = msgspec.field(default_factory=set)
     """Names in the destination that the snapshot has not shown yet."""
     whole: bool = True
     """All entries could be read."""
-    inodes: set[int] = field(default_factory=set)
+    inodes: set[int] = msgspec.field(default_factory=set)
     """Inodes of the subdirectories that were restored already."""
 
 

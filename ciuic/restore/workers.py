@@ -375,7 +375,8 @@ class SmallFiles:
                 for piece in pieces:
                     wanted.extend(file_blocks(file, file.entry, piece, worker.repository.block_size))
         # One call for the whole group: the blocks are read in the order of their positions in the packs, not file by file.
-        worker.write(wanted)
+        if wanted:
+            worker.write(wanted)
 
     def _is_kept(self, file: NonDirectory, worker: BlockWorker, pieces: list[Batch]) -> bool:
         if file.existing is None:

@@ -1,4 +1,4 @@
-"""File operations: how files that others may have made are opened, and what makes a change of files durable.
+"""File operations: how files that others may have made are opened, what makes a change of files durable, locks and attributes.
 
 Opening: regular files only, whatever lies under their names. No symbolic link is followed, so that a
 directory made by another user leads no reader and no writer to a file outside; nothing waits for a pipe, a
@@ -13,6 +13,13 @@ Durable operations are in one object, `Disk`, so that a test can fail any of the
 unsynced ones. Everything that must survive a crash goes through it, and the order that makes a file durable
 under its name is written once (`replacing`). SQLite is the exception: the index can be rebuilt, so nothing
 durable depends on it.
+
+Locks are those of flock(2), which the kernel releases when the process ends, however it ends. flock and not fcntl: an fcntl lock is lost
+when any descriptor of the file is closed in this process. Who the holder is, and what a file system without locks means, is left to
+the caller.
+
+A `LinkedPath` that is longer than any that the kernel takes (PATH_MAX) costs its last name and a reference to the path above, and is
+joined on request. Stored completely, the paths of 2,048 levels of long names take half a gigabyte.
 """
 
 from __future__ import annotations
@@ -26,6 +33,131 @@ import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
+
+
+def try_lock(fd: int, *, shared: bool = False) -> bool:
+    """Lock an open file without waiting; return whether it is locked now.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError as error:
+        # EINTR: a signal came first; the caller may try again.
+        if error.errno in (errno.EWOULDBLOCK, errno.EINTR):
+            return False
+        raise
+    return True
+
+
+def open_locked(
+    path: str | bytes | os.PathLike[str], *, mode: int = 0o600, dir_fd: int | None = None, wait: bool = False
+) -> int:
+    """Open a file, made if it is missing, with an exclusive lock, which ends with the descriptor.
+
+    Args:
+        path: File, no symbolic link; with ``dir_fd`` a name in this directory.
+        mode: Permissions of a new file, as far as the umask leaves them.
+        dir_fd: Descriptor of the directory; None for a path.
+        wait: Whether to wait for the lock.
+
+    Raises:
+        BlockingIOError: another process has the lock.
+        OSError: the file cannot be opened, or the file system has no locks.
+    """
+    while True:
+        fd = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=dir_fd
+        )
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The holder before may have removed or replaced the file meanwhile: a lock on that one excludes nobody.
+            if os.path.samestat(os.fstat(fd), os.stat(path, dir_fd=dir_fd, follow_symlinks=False)):
+                return fd
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+MAX_KEPT_BYTES: Final = 4096
+"""Length up to which a path is stored completely."""
+
+
+class LinkedPath:
+    """A path. ``above`` is the path of its directory; a path without ``above`` is stored completely, however long."""
+
+    __slots__ = ("_above", "_text")
+
+    def __init__(self, path: bytes, above: LinkedPath | None = None) -> None:
+        is_long = above is not None and len(path) > MAX_KEPT_BYTES
+        self._above = above if is_long else None
+        self._text = path.rpartition(b"/")[2] if is_long else path
+
+    def __bytes__(self) -> bytes:
+        """Return the complete path."""
+        if self._above is None:
+            return self._text
+        names: list[bytes] = []
+        at = self
+        while at._above is not None:
+            names.append(at._text)
+            at = at._above
+        return b"/".join([at._text, *reversed(names)])
+
+
+# Errors of a file system that has no extended attributes; ENOTSUP is the same number as EOPNOTSUPP.
+_NO_XATTRS: Final = (errno.EOPNOTSUPP, errno.ENOSYS)
+_ACL_DUPLICATES: Final = frozenset({b"trusted.SGI_ACL_FILE", b"trusted.SGI_ACL_DEFAULT"})
+"""Attributes as which XFS shows its POSIX ACLs a second time. On another file system they are ordinary ones, which an ACL
+that is changed or removed later does not reach: carried back to XFS, they would set the older ACL."""
+# Errors of an attribute that this process may not read.
+_NOT_ADMITTED: Final = (errno.EACCES, errno.EPERM)
+
+
+def read_xattrs(
+    target: int | bytes, *, follow: bool = True, skip_unreadable: bool = True
+) -> dict[bytes, bytes]:
+    """Return every attribute of a descriptor or a path, but `is_acl_duplicate`; none where the file system has none.
+
+    Args:
+        target: descriptor or path.
+        follow: follow a symbolic link at the end of a path.
+        skip_unreadable: leave out an attribute whose value this process may not read, instead of raising PermissionError.
+
+    Raises:
+        PermissionError: the attributes may not be listed, or a value may not be read and is not to be skipped.
+        OSError: they cannot be read for another reason.
+    """
+    # Python raises ValueError for follow_symlinks=False beside a descriptor.
+    options = {} if isinstance(target, int) else {"follow_symlinks": follow}
+    skipped = (*_NO_XATTRS, *_NOT_ADMITTED) if skip_unreadable else _NO_XATTRS
+    try:
+        names = os.listxattr(target, **options)
+    except OSError as error:
+        if error.errno in _NO_XATTRS:
+            return {}
+        raise
+    found = {}
+    for name in map(os.fsencode, names):
+        if is_acl_duplicate(name):
+            continue
+        try:
+            found[name] = os.getxattr(target, name, **options)
+        except OSError as error:
+            # ENODATA: removed since it was listed.
+            if error.errno not in (errno.ENODATA, *skipped):
+                raise
+    return found
+
+
+def is_acl_duplicate(name: bytes) -> bool:
+    """Return whether an attribute says what the POSIX ACL attributes say, in a file system's own way."""
+    return name in _ACL_DUPLICATES
+
 
 # O_NONBLOCK: opening a pipe does not wait for its other end. O_NOCTTY: a terminal that lies there does not
 # become the controlling terminal of a daemon (open(2)).

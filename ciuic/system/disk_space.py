@@ -7,10 +7,14 @@ ciuic.daemon.capture.space refuses writes, and ciuic.daemon.snapshots.space_watc
 from __future__ import annotations
 
 import os
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
-from ciuic.retention import MinFree
+import msgspec
+
 from ciuic.units import human_size
+
+if TYPE_CHECKING:
+    from ciuic.retention import MinFree
 
 DEFAULT_RESERVE_SHARE: Final = 0.05
 """Default reserve as a share of the file system.
@@ -28,7 +32,7 @@ snapshots.
 """
 
 
-class Reserve(NamedTuple):
+class Reserve(msgspec.Struct, frozen=True):
     """Space on the repository's file system that captures do not use."""
 
     size_bytes: int = 0

@@ -7,11 +7,12 @@ which every other thread that imports waits for ever. There the signal is looked
 
 from __future__ import annotations
 
-import signal
+# `signal` makes enumerations of all numbers (0.5 ms), at the start of each command.
+import _signal  # type: ignore[import-not-found]
 from types import FrameType
 from typing import Final
 
-SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS: Final[tuple[int, ...]] = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP)
 """Signals that ask a command to end in good order."""
 _AGAIN_SECONDS: Final = 0.001
 _FILES: Final = ("<frozen importlib", "weakref.py", "_weakrefset.py")
@@ -21,8 +22,8 @@ def raise_interrupts() -> None:
     """Make SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt in the main thread. Called in the main thread; uses SIGALRM."""
     for number in SIGNALS:
         # Not where it is ignored (nohup(1) ignores SIGHUP for its command), nor where the program has a handler of its own.
-        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-            signal.signal(number, interrupt)
+        if _signal.getsignal(number) in (_signal.SIG_DFL, _signal.default_int_handler):
+            _signal.signal(number, interrupt)
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
@@ -31,8 +32,8 @@ def interrupt(number: int, frame: FrameType | None) -> None:
         code = frame.f_code
         file = code.co_filename
         if code.co_name == "__del__" or file.startswith(_FILES[0]) or file.endswith(_FILES[1:]):
-            signal.signal(signal.SIGALRM, interrupt)
-            signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
+            _signal.signal(_signal.SIGALRM, interrupt)
+            _signal.setitimer(_signal.ITIMER_REAL, _AGAIN_SECONDS)
             return
         frame = frame.f_back
     raise KeyboardInterrupt

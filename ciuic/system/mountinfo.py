@@ -12,7 +12,6 @@ References:
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import posixpath
@@ -21,8 +20,12 @@ import select
 import stat
 import struct
 import threading
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final
+
+import msgspec
 
 from ciuic.errors import CiuicError
 
@@ -33,7 +36,7 @@ LAZY_RESTORE: Final = b"lazy-restore"
 """Directory in the container ``.ciuic-state`` of a directory that a lazy restore has not completed (ciuic.lazy)."""
 
 
-class Mount(NamedTuple):
+class Mount(msgspec.Struct, frozen=True):
     """A line of mountinfo."""
 
     mount_id: int
@@ -174,9 +177,15 @@ _FLAGS = _AT_SYMLINK_NOFOLLOW | _AT_NO_AUTOMOUNT | _AT_STATX_DONT_SYNC
 # Offsets in struct statx (include/uapi/linux/stat.h).
 # stx_mask, then stx_dev_major, stx_dev_minor and stx_mnt_id.
 _STATX_FIELDS = struct.Struct("=I132xIIQ")
-_StatxBuffer = ctypes.c_char * 256
-# C libraries of before 2018 lack it.
-_statx_call = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
+
+
+@cache
+def _statx_call() -> tuple[Callable[..., int] | None, Callable[[], Any]]:
+    """Return statx(2), which C libraries of before 2018 lack, and the type of its result."""
+    # Imported here: who reads mountinfo alone needs no ctypes (2 ms).
+    import ctypes
+
+    return getattr(ctypes.CDLL(None, use_errno=True), "statx", None), ctypes.c_char * 256
 
 
 def mount_id(fd: int) -> int:
@@ -313,12 +322,13 @@ def is_beyond(fd: int, place: tuple[int, int]) -> bool:
 
 def _statx(fd: int, name: bytes) -> tuple[int, int] | None:
     """Return device number and mount id; None where there is no such name, or the kernel does not tell."""
-    if _statx_call is None:
+    call, make_buffer = _statx_call()
+    if call is None:
         return None
     # Asked for each existing name of a restore: the type is made once, and one call takes it apart (3 us in place of 4).
-    buffer = _StatxBuffer()
+    buffer = make_buffer()
     # No attribute is asked for: FUSE refuses attributes to callers that its user did not admit, root included, but tells the mount.
-    if _statx_call(fd, name, _FLAGS | (_AT_EMPTY_PATH if not name else 0), 0, buffer) != 0:
+    if call(fd, name, _FLAGS | (_AT_EMPTY_PATH if not name else 0), 0, buffer) != 0:
         return None
     mask, major, minor, mount = _STATX_FIELDS.unpack_from(buffer)
     if not mask & _STATX_MNT_ID:

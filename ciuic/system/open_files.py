@@ -19,7 +19,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from ciuic.system import mountinfo
 
@@ -31,7 +33,7 @@ Tops = Sequence[tuple[bytes, bytes]]
 """Directories that are searched: the path without symbolic links, and as it was given."""
 
 
-class OpenFile(NamedTuple):
+class OpenFile(msgspec.Struct, frozen=True, order=True):
     """A file that a process has open or mapped."""
 
     path: bytes
@@ -220,7 +222,7 @@ def _inode(path: bytes, is_dir: bool) -> int:
     return status.st_ino if (stat.S_ISDIR if is_dir else stat.S_ISREG)(status.st_mode) else -2
 
 
-class MountUser(NamedTuple):
+class MountUser(msgspec.Struct, frozen=True):
     """A process that is in a mount."""
 
     pid: int

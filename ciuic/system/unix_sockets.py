@@ -7,13 +7,17 @@ References: unix(7), socket(7), cmsg(3).
 
 from __future__ import annotations
 
+# `socket` makes enumerations of all numbers and imports selectors (2 ms): it is imported where a socket of its class is made.
+import _socket
 import array
 import os
-import socket
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    import socket
 
 # Size of sun_path, unix(7); the last byte is the terminating null.
 _SUN_PATH_BYTES: Final = 108
@@ -57,6 +61,8 @@ def bind(path: str, kind: socket.SocketKind) -> socket.socket:
     A path that exceeds sun_path is refused: the socket would not know its own name (getsockname(2)). Nobody can connect before
     listen(2), so that the caller may give it another mode until then.
     """
+    import socket
+
     bound = socket.socket(socket.AF_UNIX, kind)
     try:
         with suppress(FileNotFoundError):
@@ -70,7 +76,7 @@ def bind(path: str, kind: socket.SocketKind) -> socket.socket:
     return bound
 
 
-def connect(sock: socket.socket, path: str, timeout_seconds: float) -> None:
+def connect(sock: _socket.socket, path: str, timeout_seconds: float) -> None:
     """Connect, waiting up to ``timeout_seconds`` for a listener whose queue is full; the timeout stays on the socket.
 
     Raises:
@@ -81,7 +87,7 @@ def connect(sock: socket.socket, path: str, timeout_seconds: float) -> None:
     # queue is full. So the socket stays blocking while it connects, with a send timeout (socket(7), SO_SNDTIMEO).
     # 0 would mean no timeout.
     whole = max(1, int(timeout_seconds))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", whole, 0))
+    sock.setsockopt(_socket.SOL_SOCKET, _socket.SO_SNDTIMEO, struct.pack("@ll", whole, 0))
     try:
         with socket_address(path) as address:
             sock.connect(address)
@@ -97,6 +103,8 @@ def listener_of(path: str) -> Credentials | None:
         TimeoutError: its queue is full.
         OSError: the socket may not be opened.
     """
+    import socket
+
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             # Answered by the kernel alone: a connection that is not accepted yet has the credentials of the
@@ -107,28 +115,28 @@ def listener_of(path: str) -> Credentials | None:
         return credentials(probe)
 
 
-def credentials(connection: socket.socket) -> Credentials:
+def credentials(connection: _socket.socket) -> Credentials:
     """Return the process at the other end (SO_PEERCRED). OSError."""
-    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    packed = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, _CREDENTIALS.size)
     return Credentials(*_CREDENTIALS.unpack(packed))
 
 
 # Not socket.send_fds and socket.recv_fds, which ignore their flags (Python 3.10 to 3.13).
 def rights(fds: Sequence[int]) -> list[tuple[int, int, array.array[int]]]:
     """Return the control message of sendmsg(2) that passes these descriptors; none for none."""
-    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    return [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
 
 
 def room_for(count: int) -> int:
     """Return the size of the buffer of recvmsg(2) that takes so many descriptors; the kernel closes further ones."""
-    return socket.CMSG_LEN(count * array.array("i").itemsize)
+    return _socket.CMSG_LEN(count * array.array("i").itemsize)
 
 
 def descriptors_in(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
     """Return the descriptors that recvmsg(2) received, which are the caller's."""
     found = array.array("i")
     for level, kind, packed in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+        if (level, kind) == (_socket.SOL_SOCKET, _socket.SCM_RIGHTS):
             # A control message that was cut off may end within a number.
             found.frombytes(packed[: len(packed) - len(packed) % found.itemsize])
     return list(found)
@@ -137,5 +145,5 @@ def descriptors_in(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
 def receive(connection: socket.socket, size: int, max_fds: int, flags: int = 0) -> Received:
     """Receive up to ``size`` bytes, with at most ``max_fds`` descriptors, which are the caller's. OSError."""
     # Close-on-exec: a process that is forked and runs another program at this moment must not inherit a descriptor.
-    data, ancillary, found, _ = connection.recvmsg(size, room_for(max_fds), flags | socket.MSG_CMSG_CLOEXEC)
+    data, ancillary, found, _ = connection.recvmsg(size, room_for(max_fds), flags | _socket.MSG_CMSG_CLOEXEC)
     return Received(data, descriptors_in(ancillary), found)

@@ -292,7 +292,8 @@ class SnapshotDirectory(DirectorySource):
             at = Located(at.root, join(at.path, part), resolve(self._repository, at.root, found))
             if at.entry.is_symlink and number < len(parts) - 1:
                 target = b"/".join((at.entry.target, *parts[number + 1 :]))
-                return path, at._replace(entry=msgspec.structs.replace(at.entry, target=target))
+                entry = msgspec.structs.replace(at.entry, target=target)
+                return path, msgspec.structs.replace(at, entry=entry)
         return path, at
 
     def _child(self, name: bytes) -> Located | None:

@@ -15,7 +15,7 @@ import pytest
 from support.live import Live, installed
 from support.until import until
 
-from ciuic.repository.locks import LOCK_NAME
+from ciuic.repository.model import LOCK_NAME
 
 pytestmark = pytest.mark.mount
 

@@ -11,6 +11,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from ciuic.errors import Damaged, UsageError
 from ciuic.remote import object_names
@@ -141,7 +142,10 @@ def contents(reader: RemotePackReader, data: bytes) -> list[Chunk]:
     objects = ObjectsInDict({reader.name: data})
     records = reader.read_table(objects)
     found = reader.read_records(objects, records)
-    return [Chunk(record._replace(offset=99), stored) for record, stored in zip(records, found, strict=True)]
+    return [
+        Chunk(structs.replace(record, offset=99), stored)
+        for record, stored in zip(records, found, strict=True)
+    ]
 
 
 def refused(read: Callable[[], object]) -> bool:
@@ -162,7 +166,9 @@ def test_packs_are_read_as_they_were_written(kind: str, added: list[Chunk], pack
     data = packed(sealer, added, ref)
     reader = RemotePackReader(sealer, ref)
     assert contents(reader, data) == added
-    assert [record._replace(offset=99) for record in reader.check(data)] == [one.record for one in added]
+    assert [structs.replace(record, offset=99) for record in reader.check(data)] == [
+        one.record for one in added
+    ]
     out = bytearray(max(len(one.stored) for one in added))
     tag_bytes = reader.layout.seal.tag_bytes
     for record, one in zip(reader.check(data), added, strict=True):

@@ -196,6 +196,7 @@ OURS: Final[dict[str, str]] = {
     "ciuic/fuse_layer/prefork/messages.py": "a socket pair between processes of root",
     "ciuic/fuse_layer/system/syscalls.py": "an answer of the kernel",
     "ciuic/system/mountinfo.py": "an answer of the kernel",
+    "ciuic/restore/destination.py": "flags of a file, an answer of the kernel",
 }
 """Map from module to the writer of what it decodes, where that is no attacker."""
 

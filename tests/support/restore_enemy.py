@@ -127,8 +127,8 @@ def hooked(*, before: Hook | None = None, after: Hook | None = None) -> Iterator
         for module in _MODULES:
             if hasattr(module, "os"):
                 stack.enter_context(mock.patch.object(module, "os", fake))
-        libc = _Hooked(destination._libc, frozenset(("renameat2",)), step)
-        stack.enter_context(mock.patch.object(destination, "_libc", libc))
+        libc = _Hooked(destination._libc(), frozenset(("renameat2",)), step)
+        stack.enter_context(mock.patch.object(destination, "_libc", return_value=libc))
         yield lambda: count
 
 

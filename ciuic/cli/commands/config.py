@@ -103,7 +103,7 @@ def check(file: bytes | None, as_json: bool) -> int:
 def _protects_nothing(config: Config) -> list[Problem]:
     """A warning where no root is named: such a file is valid, and nothing is in any snapshot."""
     from ciuic.config import FLAT_ROOTS_NAME, Problem
-    from ciuic.config.flat import is_flat
+    from ciuic.config.keys import is_flat
 
     if config.roots:
         return []

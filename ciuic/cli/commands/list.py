@@ -11,13 +11,13 @@ manifest is read.
 
 from __future__ import annotations
 
-import heapq
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
+import msgspec
 
 from ciuic.cli.shared import pairs, times
 from ciuic.cli.shared.documents import Keys
@@ -305,7 +305,7 @@ def _people(session: Session, infos: list[SnapshotInfo], asked: _Filter) -> None
     lost = _lost(session, asked)
     if infos or lost:
         # Both kinds count: -n 1 shows the newest of all.
-        newest = heapq.nlargest(asked.limit or sys.maxsize, _times(infos) + _times(lost))[-1]
+        newest = sorted(_times(infos) + _times(lost), reverse=True)[: asked.limit or sys.maxsize][-1]
         shown_infos = [info for info in infos if info.time_ns >= newest]
         _table(session, shown_infos, [one for one in lost if one.time_ns >= newest])
     elif asked.is_set or not session.snapshots.names():
@@ -362,7 +362,7 @@ def _facts(info: SnapshotInfo) -> dict[str, object]:
     }
 
 
-class _Line(NamedTuple):
+class _Line(msgspec.Struct, frozen=True):
     """A snapshot, or a promise that was not kept, with what is known of it beside the catalogue."""
 
     record: SnapshotInfo | Promise
@@ -418,7 +418,7 @@ def _label(session: Session, info: SnapshotInfo) -> ManifestName | None:
     return None if name is None or name.job == _JOB_OF_FILES else name
 
 
-class _ListColumn(NamedTuple):
+class _ListColumn(msgspec.Struct, frozen=True):
     """A column of the table."""
 
     look: Column

@@ -13,23 +13,22 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import click
+import msgspec
 
 from ciuic.cli.shared import sets
 from ciuic.cli.shared.contents import as_recorded, owner_name
 from ciuic.cli.shared.documents import Keys
-from ciuic.cli.shared.lazy_restore import restore_lazily, show_lazy_restores
 from ciuic.cli.shared.messages import complain, plural, shown, shown_text, warn
 from ciuic.cli.shared.options import DIRECTORY, ID, SNAPSHOT_PATH, FrameCommand, Text
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError, Damaged, DestinationExists, NotFound, UsageError
-from ciuic.excludes import check_pattern
 from ciuic.repository.snapshot_sets import parse_set_name
 from ciuic.types import FLAG_MOUNTPOINT, SAFETY_MESSAGE, TAG_INCOMPLETE, SnapshotId, is_safety, order_of
 
@@ -74,6 +73,13 @@ _CHOICE = Keys(
 _SHOWN_NAMES = 20
 _SHOWN_OPEN_FILES = 5
 _FIRST_NAMES = 3
+
+
+def _show_lazy_restores(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from ciuic.cli.shared.lazy_restore import show_lazy_restores
+
+        show_lazy_restores(context)
 
 
 @click.command("restore", cls=FrameCommand)
@@ -176,7 +182,7 @@ _FIRST_NAMES = 3
     is_flag=True,
     is_eager=True,
     expose_value=False,
-    callback=show_lazy_restores,
+    callback=_show_lazy_restores,
     help="Show the lazy restores of this machine and the restores that were cut short, and nothing else.",
 )
 @json_option
@@ -272,6 +278,8 @@ def restore_command(
         _require_only_lazy(lazy, paths, overwrite, delete, dry_run)
     chosen = _last_good(session, paths, finite=finite) if last_good else {}
     if lazy:
+        from ciuic.cli.shared.lazy_restore import restore_lazily
+
         named = str(next(iter(chosen.values())).snapshot.id) if snapshot is None else snapshot
         return restore_lazily(
             session, named, paths[0], dest, special=special, foreground=foreground, as_json=as_json
@@ -603,6 +611,9 @@ def planned(
     store = session.snapshots
     source = store.load(store.resolve(snapshot))
     for pattern in (*include, *exclude):
+        # Imported here, as in Selection: most restores choose nothing by patterns.
+        from ciuic.excludes import check_pattern
+
         try:
             check_pattern(pattern)
         except ValueError as error:
@@ -679,7 +690,8 @@ def carry_out(
     items: list[RestoreItem] = []
     on_item = items.append if dry_run or session.verbosity > 0 else None
     with _undoable(safety), _recorded(session, plan, again, dry_run):
-        result = _execute(plan, dry_run, on_item, _runtime_dir(session))
+        # Only what is written is shared by way of a worker: a dry run reads no configuration for it (7 ms).
+        result = _execute(plan, dry_run, on_item, None if dry_run else _runtime_dir(session))
         afterwards(result)
     if not dry_run:
         _note_damage(session, plan, result)
@@ -688,7 +700,9 @@ def carry_out(
     # Retention compares snapshots of later than this moment, to find out whether the restored paths were
     # changed since: one that was cut during the restore shows half of it.
     if safety is not None:
-        _safety_is_over(local, safety, changed=_may_have_changed(local, plan, result, safety, also_changed))
+        from ciuic.cli.shared.safety_snapshot import is_over
+
+        is_over(local, safety, changed=_may_have_changed(local, plan, result, safety, also_changed))
     if as_json:
         show(_document(plan, result, items, safety, dry_run, open_files, forecast))
     else:
@@ -751,7 +765,7 @@ def _cut_off(
 _COUNT_SECONDS: Final = 5.0
 
 
-class _Room(NamedTuple):
+class _Room(msgspec.Struct, frozen=True):
     """Free space of a file system that is restored to."""
 
     place: bytes
@@ -760,7 +774,7 @@ class _Room(NamedTuple):
     free_bytes: int
 
 
-class _Below(NamedTuple):
+class _Below(msgspec.Struct, frozen=True):
     """Files that are removed with names."""
 
     files: int
@@ -787,7 +801,7 @@ def _all_below(paths: Sequence[bytes]) -> _Below:
     return _Below(files, size_bytes, is_complete and not waiting)
 
 
-class _Forecast(NamedTuple):
+class _Forecast(msgspec.Struct, frozen=True):
     """Changes that a restore would make, and the room that it needs."""
 
     made: list[RestoreItem]
@@ -1011,16 +1025,17 @@ def _may_have_changed(
         return True
 
 
-def _undoable(taken: str | None) -> AbstractContextManager[None]:
-    from ciuic.cli.shared import safety_snapshot as safety
+@contextmanager
+def _undoable(taken: str | None) -> Iterator[None]:
+    """Tell how to undo a restore that does not come to its end."""
+    try:
+        yield
+    except BaseException:
+        if taken is not None:
+            from ciuic.cli.shared.safety_snapshot import tell_undo
 
-    return safety.undoable(taken)
-
-
-def _safety_is_over(session: Session, taken: str, *, changed: bool) -> None:
-    from ciuic.cli.shared import safety_snapshot as safety
-
-    safety.is_over(session, taken, changed=changed)
+            tell_undo(taken)
+        raise
 
 
 def _runtime_dir(session: Session) -> Path | None:

@@ -354,19 +354,24 @@ def _without_daemon(session: Session, error: CiuicError, as_json: bool) -> None:
         facts = _store_facts(session)
     except (CiuicError, OSError):
         facts = {}
+    last: SnapshotInfo | None = facts.get("last_snapshot")
     if as_json:
+        if last is not None:
+            # Imported here: all of the listing, for the keys of one snapshot.
+            from ciuic.cli.commands.list import as_document
+
+            facts["last_snapshot"] = as_document(last)
         out_json(
             {"error": error.message, "hint": error.hint, "code": error.exit_code, "daemon": None, **facts}
         )
         return
     _print_lazy_restores(session)
     if facts:
-        last = facts["last_snapshot"]
         if last is None:
             _say(f"store      {shown_text(facts['repository']['path'])}: no snapshots yet")
         else:
             age = human_duration(facts["seconds_since_last"])
-            _say(f"snapshots  last {last['id']} at {times.clock_of(last['time'])}; work at risk: {age}")
+            _say(f"snapshots  last {last.id} at {times.clock(last.time_ns)}; work at risk: {age}")
             for root in facts["roots"]:
                 _say(
                     f"root       {shown_text(root['path'])}: work at risk: {_risk(root['seconds_since_last'])}"
@@ -380,6 +385,9 @@ def _without_daemon(session: Session, error: CiuicError, as_json: bool) -> None:
 
 
 def _damage(session: Session) -> DamageStatus | None:
+    # As a rule there is no record, and what reads it is not imported.
+    if not os.path.lexists(session.repository_dir / "damage"):
+        return None
     from ciuic.protocol.known_damage import damage_status, read_damage
 
     return damage_status(read_damage(session.repository_dir))
@@ -387,6 +395,8 @@ def _damage(session: Session) -> DamageStatus | None:
 
 def _last_drill(session: Session) -> DrillStatus | None:
     """Return the last drill of a restore from the repository; None if there was none."""
+    if not os.path.lexists(session.repository_dir / "drills"):
+        return None
     from ciuic.protocol.last_drill import drill_status, read_drills, standing_drill
 
     found = standing_drill(read_drills(session.repository_dir))
@@ -396,15 +406,13 @@ def _last_drill(session: Session) -> DrillStatus | None:
 def _store_facts(session: Session) -> dict[str, Any]:
     import msgspec
 
-    from ciuic.cli.commands.list import as_document
-
     # A safety snapshot has what a restore replaced, and is no answer to what is at risk.
     last = next(iter(session.repository.snapshots.list(limit=1, safety=False)), None)
     drill, damage = _last_drill(session), _damage(session)
     # f_bavail as in df(1) and in the daemon's document, and not what root alone may use.
     space = os.statvfs(session.repository_dir)
     return {
-        "last_snapshot": None if last is None else as_document(last),
+        "last_snapshot": last,
         "seconds_since_last": None if last is None else _age_seconds(session, last),
         "roots": _roots_facts(session),
         "drill": None if drill is None else msgspec.to_builtins(drill),

@@ -223,10 +223,8 @@ def _document(status: LazyStatus) -> dict[str, Any]:
     return {**document, "seconds_left": status.seconds_left}
 
 
-def show_lazy_restores(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+def show_lazy_restores(context: click.Context) -> None:
     """Print the lazy restores of this machine and the restores that were cut short, and end the command."""
-    if not value:
-        return
     from ciuic.lazy.progress import read_statuses
     from ciuic.restore.journal import records_directory, unfinished
 

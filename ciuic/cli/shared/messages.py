@@ -8,12 +8,11 @@ plainly. Nothing of the run's session is needed.
 
 from __future__ import annotations
 
-import binascii
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from typing import Any, Final
 
 import click
@@ -38,22 +37,26 @@ def warn(text: str, *, hint: str = "") -> None:
         complain(f"  {hint}")
 
 
-_taker: ContextVar[Callable[[str], None] | None] = ContextVar("_taker", default=None)
+class _Taker(threading.local):
+    take: Callable[[str], None] | None = None
+
+
+_taker = _Taker()
 
 
 @contextmanager
 def lines_to(take: Callable[[str], None]) -> Iterator[None]:
     """Have this thread's lines for stdout and stderr taken, without colour, in place of being printed."""
-    before = _taker.set(take)
+    before, _taker.take = _taker.take, take
     try:
         yield
     finally:
-        _taker.reset(before)
+        _taker.take = before
 
 
 def taken(text: str) -> bool:
     """Give a line to who takes this thread's lines; return False if nobody does."""
-    take = _taker.get()
+    take = _taker.take
     if take is not None:
         take(click.unstyle(text))
     return take is not None
@@ -126,6 +129,9 @@ def json_name(key: str, path: bytes) -> dict[str, Any]:
     try:
         return {key: path.decode("utf-8")}
     except UnicodeDecodeError:
+        # Imported here: hardly any name is not UTF-8.
+        import binascii
+
         text = path.decode("utf-8", "backslashreplace")
         return {key: text, f"{key}_base64": binascii.b2a_base64(path, newline=False).decode("ascii")}
 

@@ -15,7 +15,6 @@ import click
 from ciuic.cli.shared.messages import absolute
 from ciuic.cli.shared.output import out
 from ciuic.cli.shared.session import URL_MARK, Session
-from ciuic.cli.shared.snapshot_command import RESERVED_TAGS
 from ciuic.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
@@ -45,6 +44,9 @@ class Tag(Text):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the tag; BadParameter for one that lists and filters could not carry, and for ciuic's own."""
+        # Imported here: a table of options that few commands have a use for.
+        from ciuic.cli.shared.snapshot_command import RESERVED_TAGS
+
         tag = super().convert(value, param, ctx)
         # Blanks and commas separate tags in lists, and the bar fields of `list --machine-readable`.
         if not tag or not tag.isprintable() or any(character in tag for character in " ,|"):
@@ -103,79 +105,73 @@ def _global_params(*, hidden: bool) -> list[click.Option]:
 
     Rare ones are hidden everywhere; the first page names them.
     """
-    path = click.Path()
+    # Not click.Path: it asks gettext for its name, which imports locale (1 ms), as does click's own option for the help.
+    place = Place()
+
+    def option(*names: str, hidden: bool = hidden, **settings: Any) -> click.Option:
+        return click.Option(names, expose_value=False, hidden=hidden, **settings)
+
     return [
-        click.Option(
-            ["--config"],
-            type=path,
-            expose_value=False,
-            hidden=hidden,
+        option(
+            "--config",
+            type=place,
             metavar="FILE",
             callback=_remember("config_option", _absolute_path),
             help="Configuration file (CIUIC_CONFIG).",
         ),
-        click.Option(
-            ["--repo"],
-            type=Place(),
-            expose_value=False,
-            hidden=hidden,
+        option(
+            "--repo",
+            type=place,
             metavar="DIR|URL",
             callback=_remember_place,
             help="Repository, or remote to read from; needs no configuration file (CIUIC_REPO).",
         ),
-        click.Option(
-            ["--as-host"],
-            expose_value=False,
+        option(
+            "--as-host",
             hidden=True,
             metavar="NAME",
             callback=_remember("as_host"),
             help="Of a remote, only the snapshots of this host.",
         ),
-        click.Option(
-            ["--behind-deletions"],
+        option(
+            "--behind-deletions",
             is_flag=True,
-            expose_value=False,
             hidden=True,
             callback=_remember("behind_deletions"),
             help="Of a remote in a bucket with versions, also what was deleted or overwritten.",
         ),
-        click.Option(
-            ["--all-claims"],
+        option(
+            "--all-claims",
             is_flag=True,
-            expose_value=False,
             hidden=True,
             callback=_remember("all_claims"),
             help="Of a remote, also the snapshots that were given up, as far as no collection has deleted them.",
         ),
-        click.Option(
-            ["--stored-before"],
-            expose_value=False,
+        option(
+            "--stored-before",
             hidden=True,
             metavar="TIME",
             callback=_remember("stored_before"),
             help="The same, without what was stored at this time or later.",
         ),
-        click.Option(
-            ["--trust-repository"],
+        option(
+            "--trust-repository",
             is_flag=True,
-            expose_value=False,
             hidden=True,
             callback=_remember("trust_option"),
             help="Write into the repository although another user owns it.",
         ),
-        click.Option(
-            ["-v", "--verbose"],
+        option(
+            "-v",
+            "--verbose",
             count=True,
-            expose_value=False,
-            hidden=hidden,
             callback=_louder,
             help="Say more; twice: with tracebacks.",
         ),
-        click.Option(
-            ["-q", "--quiet"],
+        option(
+            "-q",
+            "--quiet",
             is_flag=True,
-            expose_value=False,
-            hidden=hidden,
             callback=_quieter,
             help="Say only what is asked for, and what went wrong.",
         ),
@@ -191,7 +187,7 @@ def global_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Place(_ParamType):
-    """A directory of this machine, which the shell completes, or the URL of a remote; as text."""
+    """A file or directory of this machine, which the shell completes, or the URL of a remote; as text."""
 
     name = "PLACE"
 
@@ -210,16 +206,27 @@ class PrintsHelp(click.Command):
     Of an error in writing it, click would make exit code 1 for a reader that has left, and a traceback for a full disk.
     """
 
+    _help: click.Option | None = None
+
     def get_short_help_str(self, limit: int = 1000) -> str:
         """Return the whole summary, which click would cut."""
         return super().get_short_help_str(limit)
 
     def get_help_option(self, ctx: click.Context) -> click.Option | None:
-        """Return the option of click with a callback of our own."""
-        option = super().get_help_option(ctx)
-        if option is not None:
-            option.callback = _print_help
-        return option
+        """Return the option of click with a callback of our own; made once, since click compares options."""
+        names = self.get_help_option_names(ctx)
+        if not names or not self.add_help_option:
+            return None
+        if self._help is None:
+            self._help = click.Option(
+                list(names),
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                callback=_print_help,
+                help="Show this message and exit.",
+            )
+        return self._help
 
 
 def _print_help(context: click.Context, _: click.Parameter, wanted: bool) -> None:

@@ -6,7 +6,9 @@ Guarantees: a half that is not there, not yet there, or of which nothing can be 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from ciuic.cli.shared import times
 from ciuic.cli.shared.documents import Keys
@@ -31,7 +33,7 @@ _WORDS: Final = {
 }
 
 
-class Half(NamedTuple):
+class Half(msgspec.Struct, frozen=True):
     """The other snapshot of a pair, its state, and the time of the snapshot at hand."""
 
     pair: Pair

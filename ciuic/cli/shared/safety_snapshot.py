@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -87,17 +87,6 @@ def take(
     _note_restore(session, taken, roots, targets, first)
     note(f"safety snapshot {taken}")
     return taken
-
-
-@contextlib.contextmanager
-def undoable(taken: str | None) -> Iterator[None]:
-    """Tell how to undo a restore that does not come to its end."""
-    try:
-        yield
-    except BaseException:
-        if taken is not None:
-            tell_undo(taken)
-        raise
 
 
 def tell_undo(taken: str) -> None:

@@ -28,9 +28,9 @@ from typing import Final
 from ciuic import STATE_DIR_NAME
 from ciuic.fuse_layer.undo_format import LOG_NAME, LogReader, NameRecord, OldStat, UndoLost, hold_name
 from ciuic.system import mountinfo
+from ciuic.system.disk import read_xattrs
 from ciuic.system.mountinfo import mount_id, place_of
 from ciuic.system.spill import NameTable, Spill
-from ciuic.system.xattrs import read_xattrs
 
 # Attempts to open a worker's descriptor while one of its threads has another user's ids, which takes
 # microseconds.

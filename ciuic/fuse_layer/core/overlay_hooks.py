@@ -50,7 +50,7 @@ from ciuic.fuse_layer.system.pipes import Pipe
 from ciuic.fuse_layer.tracking.changes import ABSENT
 from ciuic.fuse_layer.tracking.undo_log import UndoLog
 from ciuic.fuse_layer.undo_format import HOLD_DIR
-from ciuic.system.xattrs import read_xattrs
+from ciuic.system.disk import read_xattrs
 
 log = structlog.get_logger(__name__)
 

@@ -19,7 +19,7 @@ from typing import Final
 
 import structlog
 
-from ciuic.system.file_locks import open_locked
+from ciuic.system.disk import open_locked
 
 log = structlog.get_logger(__name__)
 

@@ -53,8 +53,7 @@ from ciuic.fuse_layer.undo_format import (
     UndoDamaged,
 )
 from ciuic.protocol.state_directory import own_directory
-from ciuic.system.disk import write_all
-from ciuic.system.xattrs import read_xattrs
+from ciuic.system.disk import read_xattrs, write_all
 
 MAX_LOG_BYTES: Final = 4 << 20
 """Limit of a log that is read, in some 50 ms in which every request of the job waits. A longer one costs the

@@ -51,7 +51,7 @@ from ciuic.remote.objects.pipe_protocol import (
     write_frame,
 )
 from ciuic.repository.identity import Bytes
-from ciuic.system.file_locks import open_locked
+from ciuic.system.disk import open_locked
 from ciuic.units import format_size
 
 _ROUND: Final = re.compile("(?:repositories/[^/]*/)?gc/")

@@ -19,8 +19,7 @@ import xxhash
 from ciuic.errors import NotPermitted
 from ciuic.remote.access import Remote
 from ciuic.repository import log as events
-from ciuic.system.disk import Disk, open_regular
-from ciuic.system.file_locks import open_locked
+from ciuic.system.disk import Disk, open_locked, open_regular
 from ciuic.system.ownership import find_flaw, temporary_directory
 
 ROOT_CACHE: Final = Path("/var/cache/ciuic/remotes")

@@ -24,6 +24,8 @@ from concurrent.futures import TimeoutError as TimedOut
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import msgspec
+
 from ciuic.errors import Damaged, NotFound
 from ciuic.repository import pack_format as pf
 from ciuic.repository.chunk_reader import BadCopyError, location_of, read_base, read_copy, read_stored, unpack
@@ -213,7 +215,7 @@ def mark_damaged(store: ChunkStore, chunks: Iterable[ChunkId]) -> list[ChunkId]:
 
 
 def _plain(location: ChunkLocation) -> ChunkLocation:
-    return location._replace(flags=location.flags & ~DAMAGED)
+    return msgspec.structs.replace(location, flags=location.flags & ~DAMAGED)
 
 
 def _copy(store: ChunkStore, number: int, kind: PackKind, records: list[PackRecord]) -> None:

@@ -23,9 +23,8 @@ __all__ = ["CiuicStorageReader", "CiuicStorageWriter", "FileSystemReader", "File
 __getattr__ = lazy_attributes(
     __name__,
     {
-        "CiuicStorageReader": "reading",
-        "CiuicStorageWriter": "storage",
-        "FileSystemReader": "filesystem",
-        "FileSystemWriter": "filesystem",
+        "filesystem": "FileSystemReader FileSystemWriter",
+        "reading": "CiuicStorageReader",
+        "storage": "CiuicStorageWriter",
     },
 )

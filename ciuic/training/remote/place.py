@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from ciuic.errors import CiuicError, UsageError
 from ciuic.repository import Repository
-from ciuic.repository.locks import LOCK_NAME
+from ciuic.repository.model import LOCK_NAME
 from ciuic.repository.repository import UPLOADS_DIR
 from ciuic.training import arguments
 from ciuic.training.remote.uploads import UploadOrder

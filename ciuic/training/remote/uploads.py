@@ -46,7 +46,7 @@ from ciuic.protocol.stored_remotely import (
 from ciuic.repository import Repository, SnapshotInfo
 from ciuic.repository.repository import UPLOADS_DIR
 from ciuic.system.child_process import environment, module_command
-from ciuic.system.file_locks import try_lock
+from ciuic.system.disk import try_lock
 from ciuic.training.format.reading import read_facts
 from ciuic.types import Snapshot, SnapshotId
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from support.restoring import take
 
 from ciuic.repository import Repository
 
@@ -76,17 +77,65 @@ def test_a_whole_life_of_a_manager_imports_no_framework(tmp_path: object) -> Non
 HEAVY = {"rich", "httpx", "zstandard", "trio", "pathspec", "structlog", "asyncio", "tempfile", "dataclasses"}
 """Modules that take 5 ms and more of processor time, and that few commands need."""
 REPOSITORY = {"msgspec", "sqlite3", "pathlib", "socket", "ciuic.config", "ciuic.repository"}
+FRONT_ENDS = {"signal", "locale", "binascii", "heapq", "selectors", "ciuic.repository.locks"}
+"""Modules of a millisecond and less that no command needs at its start."""
+FILES = {"tomli", "pwd", "ciuic.config.toml_source", "ciuic.config.owners"}
+"""Modules that read a file of the configuration, of which there is an empty one in these tests."""
+PATTERNS = {"ciuic.excludes", "ciuic.config.flat"}
+WRITING = {
+    "ctypes",
+    "hashlib",
+    "random",
+    "json",
+    "socket",
+    "dataclasses",
+    "ciuic.config",
+    "ciuic.excludes",
+    "ciuic.retention",
+} | {
+    "ciuic.cli.shared.lazy_restore",
+    "ciuic.cli.shared.safety_snapshot",
+    "ciuic.protocol.worker_client",
+    "ciuic.repository.bulk_reader",
+    "ciuic.repository.byte_planes",
+    "ciuic.repository.extent_sharing",
+    "ciuic.repository.locks",
+    "ciuic.repository.promised",
+    "ciuic.system.page_cache",
+}
 UNUSED = {
-    "--version": HEAVY | REPOSITORY | {"bz2", "ctypes", "hashlib", "json", "click.shell_completion"},
-    # click asks shutil for the width of the terminal, which imports bz2.
-    "--help": HEAVY | REPOSITORY | {"ctypes", "hashlib", "json", "click.shell_completion"},
-    "list": HEAVY | {"bz2", "ctypes", "hashlib", "json", "socket", "ciuic.config", "ciuic.protocol.pairing"},
-    "list --machine-readable": HEAVY | {"bz2", "ctypes", "hashlib", "json", "socket", "ciuic.config"},
+    "--version": HEAVY
+    | REPOSITORY
+    | FRONT_ENDS
+    | {"bz2", "ctypes", "hashlib", "json", "click.shell_completion"},
+    # click asks shutil for the width of the terminal, which imports bz2, and gettext for words of the help.
+    "--help": HEAVY
+    | REPOSITORY
+    | (FRONT_ENDS - {"locale", "binascii"})
+    | {"ctypes", "hashlib", "json", "click.shell_completion"},
+    "list": HEAVY
+    | FRONT_ENDS
+    | {"bz2", "ctypes", "hashlib", "json", "socket", "ciuic.config", "ciuic.protocol.pairing"},
+    "list --machine-readable": HEAVY
+    | FRONT_ENDS
+    | {"bz2", "ctypes", "hashlib", "json", "socket", "ciuic.config"},
     # The whole program of it, without a daemon; what jobs call is in test_fast_snapshot.
     "snapshot": HEAVY
-    | {"bz2", "ctypes", "hashlib", "json", "random", "sqlite3", "subprocess", "ciuic.repository"},
+    | FRONT_ENDS
+    | PATTERNS
+    | {"bz2", "ctypes", "hashlib", "json", "random", "socket", "sqlite3", "subprocess", "ciuic.repository"},
     # Without a daemon: it reads the repository, too.
-    "status": HEAVY | {"bz2", "ctypes", "difflib", "hashlib", "json", "random", "ciuic.protocol.pairing"},
+    "status": HEAVY
+    | FRONT_ENDS
+    | PATTERNS
+    | {"bz2", "ctypes", "difflib", "hashlib", "json", "random", "socket", "ciuic.protocol.pairing"}
+    | {
+        "ciuic.cli.commands.list",
+        "ciuic.protocol.last_drill",
+        "ciuic.protocol.known_damage",
+        "ciuic.repository.promised",
+    },
+    "restore --snapshot latest --path {source} --dest {source}/there --dry-run": WRITING,
     "prune --dry-run": {"bz2", "hashlib", "json", "random", "rich", "socket", "trio", "ciuic.compare.diff"},
 }
 
@@ -94,11 +143,14 @@ UNUSED = {
 @pytest.mark.parametrize("command", UNUSED)
 def test_a_command_imports_what_it_uses(command: str, tmp_path: Path) -> None:
     """The start is most of the time of a command that scripts run all day: it imports nothing that it does not use."""
-    repository = tmp_path / "repository"
-    Repository.create(repository).close()
+    repository, source = tmp_path / "repository", tmp_path / "source"
+    source.mkdir()
+    (source / "file").write_bytes(b"content")
+    with Repository.create(repository) as made:
+        take(made, source)
     program = (
         "from contextlib import suppress; from ciuic.cli import app; from ciuic.errors import Unreachable\n"
-        f"with suppress(Unreachable): app.cli.main({command.split()!r}, standalone_mode=False, obj=app.Session())"
+        f"with suppress(Unreachable): app.cli.main({command.format(source=source).split()!r}, standalone_mode=False, obj=app.Session())"
     )
     # Records of restores are read where there are any, below the state directory.
     environment = {
@@ -108,3 +160,9 @@ def test_a_command_imports_what_it_uses(command: str, tmp_path: Path) -> None:
     }
     found = _imported(program, environment)
     assert found & UNUSED[command] == set()
+
+
+def test_a_configuration_without_a_file_imports_no_parser() -> None:
+    """Defaults need neither what reads TOML nor what says whose a file is."""
+    program = "from ciuic.config.load import load_config; load_config(environ={}, searched=())"
+    assert _imported(program) & (FILES | PATTERNS) == set()

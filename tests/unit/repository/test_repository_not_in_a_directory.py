@@ -193,7 +193,15 @@ class ElsewhereRepository(Repository):
         for chunk, places in self.bucket.places.items():
             for place in places:
                 if place.pack == number:
-                    yield PackRecord(ChunkId(chunk), *place[1:5], checksum=0, base=place.base)
+                    yield PackRecord(
+                        ChunkId(chunk),
+                        place.offset,
+                        place.stored_bytes,
+                        place.raw_bytes,
+                        place.flags,
+                        checksum=0,
+                        base=place.base,
+                    )
 
     def pack_path(self, number: int) -> str:
         return f"bucket:/packs/{number:032x}"
@@ -369,7 +377,7 @@ def test_a_record_that_does_not_open_is_damage(moved: Moved, tmp_path: Path) -> 
     (tmp_path / "there").mkdir()
     plan = plan_restore(moved.repository, moved.first, [root], dest=os.fsencode(tmp_path / "there"))
     result = execute(plan)
-    assert {os.path.basename(path) for path, *_ in result.failed} <= {b"noise", b"noise too"}
+    assert {os.path.basename(failure.path) for failure in result.failed} <= {b"noise", b"noise too"}
     assert result.failed
     assert (tmp_path / "there" / "root" / "text").read_bytes() == b"all work and no play " * 9000
 

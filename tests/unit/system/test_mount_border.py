@@ -30,7 +30,7 @@ pytestmark = pytest.mark.mount
 def test_every_mount_is_a_border(short_tmp: Path, monkeypatch: pytest.MonkeyPatch, statx: bool) -> None:
     """A tmpfs, a bind mount of the same file system and one over a file are borders; plain names, links and missing ones are none."""
     if not statx:
-        monkeypatch.setattr(mountinfo, "_statx_call", None)
+        monkeypatch.setattr(mountinfo, "_statx_call", lambda: (None, bytes))
     top = short_tmp / "top"
     for name in ("plain", "tmpfs", "bound", "source"):
         (top / name).mkdir(parents=True)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ciuic.system.disk import Disk, remove_leftovers, temporary_name
-from ciuic.system.file_locks import open_locked
+from ciuic.system.disk import Disk, open_locked, remove_leftovers, temporary_name
 
 
 @pytest.mark.parametrize("shared", [False, True])

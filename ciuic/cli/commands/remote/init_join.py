@@ -442,7 +442,7 @@ def _host_secret(config: RemoteConfig, path: Path) -> SlotSecret:
 def _require_writable_config(session: Session) -> Path:
     """Return the configuration file that will name the remote; raise before anything is made if it cannot be written."""
     from ciuic.config import writable_file
-    from ciuic.config.flat import is_flat
+    from ciuic.config.keys import is_flat
 
     file = writable_file(session.config_option)
     if is_flat(file):

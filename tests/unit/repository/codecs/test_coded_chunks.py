@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec import structs
 from support.stored import flip, flip_stored
 
 from ciuic.maintenance.check import check
@@ -478,6 +479,6 @@ def test_tables_that_name_no_base_are_damaged() -> None:
         pf.FLAG_DIFFERENCE,
         pf.FLAG_ZSTD | pf.FLAG_PLANES,
     ):
-        bad = pf.encode_table(4096, [record._replace(flags=flags, base=b"", offset=4096 + 88)], 10)
+        bad = pf.encode_table(4096, [structs.replace(record, flags=flags, base=b"", offset=4096 + 88)], 10)
         with pytest.raises(DamagedPack):
             pf.decode_table(bad, 1, 4096, pf.SegmentHead(1, 10))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from support.small_repository import content
 from support.stored import flip_stored
 
@@ -96,7 +97,7 @@ def test_a_crafted_place_reads_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
             class Lying:
                 def find_many(self, wanted_ids: list[ChunkId]) -> dict[ChunkId, object]:
-                    return {chunk: good[chunk]._replace(**change) for chunk in wanted_ids}  # noqa: B023
+                    return {chunk: structs.replace(good[chunk], **change) for chunk in wanted_ids}  # noqa: B023
 
             reader = BulkReader(repository._pack_files(), Lying(), repository.identity)
             raw = [chunk for chunk in chunks if not good[chunk].flags]

@@ -12,8 +12,8 @@ import pytest
 from ciuic.compare.diff import LiveNode, UnreadableFile
 from ciuic.daemon.capture.view import OfflineLog, SealedView
 from ciuic.restore import attributes
+from ciuic.system.disk import read_xattrs
 from ciuic.system.spill import Spill
-from ciuic.system.xattrs import read_xattrs
 from ciuic.types import Entry
 
 
