@@ -16,9 +16,9 @@ import os
 import sqlite3
 import stat
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 from urllib.parse import quote
 
 from ciuic.repository.model import DIFFERENCE, ChunkLocation, PackRecord, SnapshotInfo
@@ -43,25 +43,74 @@ _MAX_PARAMETERS: Final = 512
 _SUFFIXES: Final = ("", "-wal", "-shm", "-journal")
 _SCHEMA_VERSION = 1
 # Missing in an index of an earlier ciuic, which has no such copies either.
-_BASES = """
-CREATE TABLE IF NOT EXISTS bases (   -- of copies that are stored as a difference
+_BASES = (
+    """CREATE TABLE IF NOT EXISTS bases (   -- of copies that are stored as a difference
   id      BLOB NOT NULL,
   pack    INTEGER NOT NULL,
   offset  INTEGER NOT NULL,
   base    BLOB NOT NULL,
   PRIMARY KEY (id, pack, offset)
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS bases_by_base ON bases (base);
-"""
+) WITHOUT ROWID""",
+    "CREATE INDEX IF NOT EXISTS bases_by_base ON bases (base)",
+)
+
+
+class _Column(NamedTuple):
+    """A column of the catalogue: an attribute of `SnapshotInfo`, or the signature."""
+
+    kind: str
+    """Type and constraints in SQL."""
+    stored: Callable[[Any], Any] | None = None
+    """Makes the stored value of that of the attribute; None: it is stored as it is."""
+    loaded: Callable[[Any], Any] | None = None
+    """The other way round."""
+    default: str = ""
+    """Of a column that came later: what it is, in SQL, in rows of an earlier ciuic. It must be what `info_of` says of each
+    snapshot from then, as a check compares the two."""
+
+
+# No tag contains it: a tag has no blanks, of which U+001F is one to Python.
+_SEPARATOR = "\x1f"
+_SIGNATURE: Final = "signature"
+"""Column of what the marks file was with which the row was made; empty: there was none."""
+_CATALOGUE: Final = {
+    "id": _Column("TEXT PRIMARY KEY", str, SnapshotId),
+    "time_ns": _Column("INTEGER NOT NULL"),
+    "size_bytes": _Column("INTEGER NOT NULL"),
+    "new_bytes": _Column("INTEGER NOT NULL"),
+    "files": _Column("INTEGER NOT NULL"),
+    "tags": _Column(
+        "TEXT NOT NULL", _SEPARATOR.join, lambda tags: tuple(tags.split(_SEPARATOR)) if tags else ()
+    ),
+    "message": _Column("TEXT NOT NULL"),
+    "parent": _Column("TEXT NOT NULL", str),
+    "host": _Column("TEXT NOT NULL"),
+    "roots": _Column("BLOB NOT NULL", b"\0".join, lambda roots: tuple(roots.split(b"\0")) if roots else ()),
+    "held": _Column("INTEGER NOT NULL", int, bool),
+    "hold_reason": _Column("TEXT NOT NULL"),
+    _SIGNATURE: _Column("TEXT NOT NULL"),
+    # No snapshot of an earlier ciuic has a place of its own, or is of a set.
+    "placed_ns": _Column("INTEGER NOT NULL", default="0"),
+    "set_id": _Column("TEXT NOT NULL", default="''"),
+    "set_name": _Column("TEXT NOT NULL", default="''"),
+}
+_LOADED: Final = [(name, column.loaded) for name, column in _CATALOGUE.items() if column.loaded is not None]
+
+
+def _definition(name: str) -> str:
+    column = _CATALOGUE[name]
+    return f"{name} {column.kind}" + (f" DEFAULT {column.default}" if column.default else "")
+
+
 # WITHOUT ROWID: a row lies in the tree of its key alone. With blocks of 256 KiB a chunk takes 48 bytes
 # (docs/decisions/block-size.md).
-_SCHEMA = f"""
-CREATE TABLE packs (
+_SCHEMA = (
+    """CREATE TABLE packs (
   number  INTEGER PRIMARY KEY,
   size    INTEGER NOT NULL,   -- the rows below cover the file up to here
   sealed  INTEGER NOT NULL
-);
-CREATE TABLE chunks (
+)""",
+    """CREATE TABLE chunks (
   id      BLOB NOT NULL,
   pack    INTEGER NOT NULL,
   offset  INTEGER NOT NULL,
@@ -69,17 +118,11 @@ CREATE TABLE chunks (
   raw     INTEGER NOT NULL,
   flags   INTEGER NOT NULL,
   PRIMARY KEY (id, pack, offset)   -- a chunk may have several copies: the newest good one is read
-) WITHOUT ROWID;
-CREATE TABLE snapshots (
-  id TEXT PRIMARY KEY, time_ns INTEGER NOT NULL, size_bytes INTEGER NOT NULL, new_bytes INTEGER NOT NULL,
-  files INTEGER NOT NULL, tags TEXT NOT NULL, message TEXT NOT NULL, parent TEXT NOT NULL, host TEXT NOT NULL,
-  roots BLOB NOT NULL, held INTEGER NOT NULL, hold_reason TEXT NOT NULL,
-  signature TEXT NOT NULL,         -- of the marks file these values were read with
-  placed_ns INTEGER NOT NULL DEFAULT 0,
-  set_id TEXT NOT NULL DEFAULT '', set_name TEXT NOT NULL DEFAULT ''
-) WITHOUT ROWID;
-CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-{_BASES}"""
+) WITHOUT ROWID""",
+    f"CREATE TABLE snapshots ({', '.join(map(_definition, _CATALOGUE))}) WITHOUT ROWID",
+    "CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
+    *_BASES,
+)
 _TABLES = ("packs", "chunks", "bases", "snapshots", "facts")
 
 
@@ -191,17 +234,14 @@ class IndexDatabase:
     def _add_what_is_newer(self) -> None:
         """Add what an index of an earlier ciuic lacks; its rows stay."""
         if not self.db.execute("SELECT 1 FROM sqlite_master WHERE name='bases_by_base'").fetchone():
-            self.db.executescript(_BASES)
-        known = _catalogue_columns(self.db)
-        # No snapshot of an earlier ciuic has a place of its own, or is of a set.
-        for name, kind in (("placed_ns", "INTEGER"), ("set_id", "TEXT"), ("set_name", "TEXT")):
-            if name not in known:
-                default = "0" if kind == "INTEGER" else "''"
-                self.db.execute(f"ALTER TABLE snapshots ADD COLUMN {name} {kind} NOT NULL DEFAULT {default}")
+            for statement in _BASES:
+                self.db.execute(statement)
+        for name in _CATALOGUE.keys() - _catalogue_columns(self.db):
+            self.db.execute(f"ALTER TABLE snapshots ADD COLUMN {_definition(name)}")
 
     def create(self) -> None:
         """Create the tables."""
-        self.db.executescript(f"{_SCHEMA} PRAGMA user_version={_SCHEMA_VERSION};")
+        self._make_tables()
 
     def clear(self) -> None:
         """Delete everything in the index."""
@@ -209,10 +249,12 @@ class IndexDatabase:
         with Transaction(self.db):
             for table in _TABLES:
                 self.db.execute(f"DROP TABLE IF EXISTS {table}")
-            for statement in _SCHEMA.split(";"):
-                if statement.strip():
-                    self.db.execute(statement)
-            self.db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
+            self._make_tables()
+
+    def _make_tables(self) -> None:
+        for statement in _SCHEMA:
+            self.db.execute(statement)
+        self.db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
 
     def find(self, chunk: bytes) -> list[ChunkLocation]:
         """Return all copies in the order to read them: good before damaged, new before old."""
@@ -480,14 +522,6 @@ def settled_ns(directory: str, *, wait: bool) -> int:
     return 0
 
 
-# No tag contains it: a tag has no blanks, of which U+001F is one to Python.
-_SEPARATOR = "\x1f"
-# Those of every index; `_LATER` may be missing in one that only an earlier ciuic has written.
-_COLUMNS = "id,time_ns,size_bytes,new_bytes,files,tags,message,parent,host,roots,held,hold_reason,signature"
-_LATER = {"placed_ns": "0", "set_id": "''", "set_name": "''"}
-"""Columns that came later, with what stands for them where they are missing."""
-
-
 class Catalogue:
     """Rows of one index. Raises sqlite3.Error."""
 
@@ -499,86 +533,41 @@ class Catalogue:
 
         ``newest`` limits the rows to that many of the newest, in the order of `list`.
         """
-        # SQLite sorts and cuts, so that the newest snapshot does not cost a row for every other one.
         known = _catalogue_columns(self._db)
-        later = [name if name in known else default for name, default in _LATER.items()]
-        placed = later[0]
+        columns = [name if name in known else column.default for name, column in _CATALOGUE.items()]
+        placed = "placed_ns" if "placed_ns" in known else _CATALOGUE["placed_ns"].default
+        # SQLite sorts and cuts, so that the newest snapshot does not cost a row for every other one.
         order = f" ORDER BY max({placed}, time_ns) DESC, id DESC LIMIT {newest}" if newest >= 0 else ""
-        return [
-            (
-                SnapshotInfo(
-                    id=SnapshotId(id_),
-                    time_ns=time_ns,
-                    size_bytes=size_bytes,
-                    new_bytes=new_bytes,
-                    files=files,
-                    tags=tuple(tags.split(_SEPARATOR)) if tags else (),
-                    message=message,
-                    parent=parent,
-                    host=host,
-                    roots=tuple(roots.split(b"\0")) if roots else (),
-                    held=bool(held),
-                    hold_reason=hold_reason,
-                    placed_ns=placed_ns,
-                    set_id=set_id,
-                    set_name=set_name,
-                ),
-                signature,
-            )
-            for (
-                id_,
-                time_ns,
-                size_bytes,
-                new_bytes,
-                files,
-                tags,
-                message,
-                parent,
-                host,
-                roots,
-                held,
-                hold_reason,
-                signature,
-                placed_ns,
-                set_id,
-                set_name,
-            ) in self._db.execute(f"SELECT {_COLUMNS},{','.join(later)} FROM snapshots{order}")
-        ]
+        found = []
+        for row in self._db.execute(f"SELECT {','.join(columns)} FROM snapshots{order}"):
+            values = dict(zip(_CATALOGUE, row, strict=True))
+            signature = values.pop(_SIGNATURE)
+            for name, loaded in _LOADED:
+                values[name] = loaded(values[name])
+            found.append((SnapshotInfo(**values), signature))
+        return found
 
     def put(self, infos: Iterable[tuple[SnapshotInfo, str]]) -> None:
         """Store rows."""
         with Transaction(self._db):
             self._db.executemany(
                 # Replaced as a whole, because a row also has the marks.
-                f"INSERT OR REPLACE INTO snapshots ({_COLUMNS},{','.join(_LATER)}) "
-                "VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
-                (
-                    (
-                        str(info.id),
-                        info.time_ns,
-                        info.size_bytes,
-                        info.new_bytes,
-                        info.files,
-                        _SEPARATOR.join(info.tags),
-                        info.message,
-                        str(info.parent),
-                        info.host,
-                        b"\0".join(info.roots),
-                        int(info.held),
-                        info.hold_reason,
-                        signature,
-                        info.placed_ns,
-                        info.set_id,
-                        info.set_name,
-                    )
-                    for info, signature in infos
-                ),
+                f"INSERT OR REPLACE INTO snapshots ({','.join(_CATALOGUE)}) VALUES ({','.join('?' * len(_CATALOGUE))})",
+                (_row(info, signature) for info, signature in infos),
             )
 
     def remove(self, ids: Iterable[str]) -> None:
         """Delete rows."""
         with Transaction(self._db):
             self._db.executemany("DELETE FROM snapshots WHERE id=?", ((str(id_),) for id_ in ids))
+
+
+def _row(info: SnapshotInfo, signature: str) -> list[Any]:
+    values = [signature if name == _SIGNATURE else getattr(info, name) for name in _CATALOGUE]
+    return [
+        value if column.stored is None else column.stored(value)
+        for value, column in zip(values, _CATALOGUE.values(), strict=True)
+    ]
 
 
 def info_of(snapshot: Snapshot) -> SnapshotInfo:
