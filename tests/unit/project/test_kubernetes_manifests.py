@@ -14,12 +14,15 @@ import pytest
 if sys.version_info < (3, 11):
     pytest.skip("Kopf and kmock need Python 3.11", allow_module_level=True)
 
+import msgspec
 import yaml
 from support.late_modules import LateModule
 
+from ciuic.cli.recovery_checks import reach_seconds
 from ciuic.config.load import parse_config
 from ciuic.errors import CiuicError, ConfigError
-from ciuic.operator.policies import ALIVE, HEALTH_PORT, READY, configuration_of, objects_of, parents_of
+from ciuic.operator.policies import _KEEP, ALIVE, HEALTH_PORT, READY, configuration_of, objects_of, parents_of
+from ciuic.retention import RetentionPolicy
 
 CHECKOUT = Path(__file__).parents[3]
 CHART = CHECKOUT / "etc/kubernetes/chart"
@@ -46,6 +49,21 @@ POLICY: dict[str, Any] = {
 }
 # Kinds of other projects, whose schemas are not here.
 _FOREIGN = {"TrainJob", "PyTorchJob", "JobSet", "TrainingRuntime", "ClusterTrainingRuntime"}
+
+
+def test_every_place_knows_the_rules_of_retention() -> None:
+    """The CRD offers what the operator knows, which is what the configuration has; doctor counts how far back each reaches."""
+    (crd,) = yaml.safe_load_all((CHART / "crds/snapshotpolicies.yaml").read_text())
+    spec = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
+    local, remote = spec["keep"], spec["remote"]["properties"]["keep"]
+    assert set(local["properties"]) == set(remote["properties"]) == set(_KEEP)
+    # What has a reach of its own, but for a number and what special snapshots have.
+    off = RetentionPolicy(**dict.fromkeys(("keep_within_seconds", "keep_last"), 0))
+    others = {"keep_last", "keep_tags", "keep_emergency", "keep_safety_seconds"}
+    by_age = set(RetentionPolicy.__struct_fields__) - others
+    assert {name.removesuffix("_seconds") for name in by_age} | {"keep_last"} == set(_KEEP.values())
+    for name in by_age:
+        assert reach_seconds(msgspec.structs.replace(off, **{name: 5})) > reach_seconds(off), name
 
 
 def manifests() -> list[Any]:
