@@ -18,7 +18,7 @@ JOBS ?= 3
 # Which part of the suite (tests/support/suite.py): test, full, slice-1 to slice-3, or several of them.
 TIER ?= test
 
-.PHONY: help rescue rescue-remote rescue-fleet test test-full check lock release unit torture docs bench bench-store bench-store-memory bench-polite bench-saves bench-sizes bench-remote bench-fleet setup setup-test preflight clean
+.PHONY: help rescue rescue-remote rescue-fleet test test-full check lock release deb unit torture docs bench bench-store bench-store-memory bench-polite bench-saves bench-sizes bench-remote bench-fleet setup setup-test preflight clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
@@ -26,6 +26,7 @@ help:
 	@echo "make docs     the documentation as a site, with the API from the docstrings, in build/site/html"
 	@echo "make lock     newest versions of all dependencies into requirements/ (CONTRIBUTING.md)"
 	@echo "make release  the distributions of VERSION=… with their components and checksums in dist/, and what is left to do (docs/releasing.md)"
+	@echo "make deb      a Debian package of these, for this machine's Python and processor (docs/releasing.md)"
 	@echo "make torture  tries to break every promise for SECONDS=600 with SEED=… DRIVER=kernel (or pyfuse3, kernel-cached) and prints one table of figures"
 	@echo "make bench    measures ciuic next to the plain directory; a table and a plot in benchmarks/results (docs/benchmarks.md)"
 	@echo "make bench-store  measures snapshots next to restic, borg and cp (docs/benchmarks.md)"
@@ -80,6 +81,10 @@ lock:
 release:
 	@.ci/setup test
 	@.ci/release $(VERSION)
+
+deb:
+	@.ci/setup test
+	@.ci/deb
 
 SECONDS ?= 600
 DRIVER ?= kernel

@@ -117,8 +117,12 @@ class CommandGroup(FrameGroup):
     """Group that imports a command's module when the command is used, and turns errors into exit codes."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Take ``help COMMAND`` for ``COMMAND --help``."""
-        return super().parse_args(ctx, [*args[1:], "--help"] if args[:1] == ["help"] else args)
+        """Take ``help COMMAND`` for ``COMMAND --help``, also after global options."""
+        # `help` may also be the value of one of them, or of an option of a command: what is left of them tells.
+        rest = self.make_parser(ctx).parse_args(list(args))[1] if "help" in args else []
+        if rest[:1] == ["help"]:
+            args = [*args[: -len(rest)], *rest[1:], "--help"]
+        return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands in the order of the help."""

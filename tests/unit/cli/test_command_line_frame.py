@@ -213,7 +213,8 @@ def test_json_failure_is_one_document(capsys: pytest.CaptureFixture[str]) -> Non
 def test_each_command_has_help(name: str) -> None:
     """Every command can be imported and has a help text, which `help` prints as well."""
     result = CliRunner().invoke(cli, [name, "--help"])
-    assert CliRunner().invoke(cli, ["help", name]).output == result.output
+    for before in ([], ["-v"], ["--repo", "help", "-q"]):
+        assert CliRunner().invoke(cli, [*before, "help", name]).output == result.output
     assert result.exit_code == 0, result.output
     assert result.output.startswith(f"Usage: cli {name}")
 
@@ -222,6 +223,7 @@ def test_each_command_has_help(name: str) -> None:
 def test_the_first_page_has_whole_summaries_in_groups(columns: int) -> None:
     """Each command stands on one line with its whole summary, below the title of its group."""
     result = CliRunner().invoke(cli, ["--help"], terminal_width=columns)
+    assert CliRunner().invoke(cli, ["-q", "help"], terminal_width=columns).output == result.output
     lines = result.output.splitlines()
     for title, commands in GROUPS.items():
         assert f"{title}:" in lines

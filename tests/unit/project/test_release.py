@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.ci import needs
 
 CHECKOUT = Path(__file__).parents[3]
 
@@ -55,6 +56,31 @@ def test_a_release_has_the_same_bytes_each_time(clone: Path) -> None:
     _run(clone, "git", "merge", "--quiet", "--ff-only", commit)
     assert "\n## 7.0.0 (" in (clone / "CHANGELOG.md").read_text()
     assert "ciuic:7.0.0" in (clone / "etc/kubernetes/chart/values.yaml").read_text()
+
+
+@pytest.mark.full
+def test_a_debian_package_is_made_of_a_release(clone: Path) -> None:
+    """The package has the same bytes each time, SHA256SUMS names it, and its program runs from /opt/ciuic with its libraries."""
+    needs("" if shutil.which("dpkg-deb") else "no dpkg-deb")
+    _run(clone, ".ci/release", "7.0.0")
+    package = []
+    for _ in range(2):
+        _run(clone, ".ci/deb")
+        (path,) = clone.glob("dist/ciuic_7.0.0_*.deb")
+        package.append(path.read_bytes())
+    assert package[0] == package[1]
+    assert (
+        f"{hashlib.sha256(package[0]).hexdigest()}  {path.name}\n" in (clone / "dist/SHA256SUMS").read_text()
+    )
+    # In a mount namespace of its own, so that the machine keeps what it has there.
+    program = "unset PYTHONPATH && mount -t tmpfs none /opt && dpkg-deb --fsys-tarfile $0 | tar -x -C / ./opt"
+    program += " && /opt/ciuic/bin/ciuric --version"
+    program += (
+        " && /opt/ciuic/bin/python3 -I -c 'import ciuic.remote, msgspec, obstore; print(ciuic.__file__)'"
+    )
+    said = _run(clone, "unshare", "--mount", "sh", "-c", program, str(path)).stdout
+    assert said.splitlines()[0] == "ciuric 7.0.0"
+    assert said.splitlines()[1].startswith("/opt/ciuic/lib/")
 
 
 def test_what_is_not_proved_is_not_released(clone: Path) -> None:
