@@ -31,6 +31,7 @@ from ciuic.repository import Repository, Writer
 from ciuic.repository import log as _log
 from ciuic.repository.locks import is_claimed
 from ciuic.repository.model import PackDamage
+from ciuic.repository.snapshots import UNREADABLE_MARKS
 from ciuic.system.disk import open_regular
 from ciuic.types import ChunkId, SnapshotId
 from ciuic.units import human_size, plural
@@ -374,7 +375,11 @@ class _Check:
             if damage.kind == "pack" and damage.chunk is None and number in self.harmless:
                 continue
             hint = _HEAL
-            if damage.kind == "snapshot" and damage.file:
+            if damage.kind == "snapshot" and damage.reason == UNREADABLE_MARKS:
+                # The snapshot itself is whole.
+                id_ = damage.snapshots[0]
+                hint = f"`ciuic release {id_}` or `ciuic hold {id_}` writes it anew; its tags are lost"
+            elif damage.kind == "snapshot" and damage.file:
                 hint = f"restore the file from another copy, or give the snapshot up: `ciuic forget {damage.snapshots[0]}`"
             finding = add_damage(self.report, damage, hint, in_pack=number >= 0)
             if number < 0:

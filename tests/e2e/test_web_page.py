@@ -116,6 +116,29 @@ def test_several_paths_are_chosen_restored_and_taken_back(page: WebPage, site: S
     assert (top / "b/extra").read_text() == "made later\n"
 
 
+def test_a_whole_page_of_names_is_restored(page: WebPage, site: Site) -> None:
+    """All names that a listing shows at once can be chosen; of more the limit is told."""
+    top = site.roots[0] / "wide"
+    top.mkdir()
+    files = [top / f"file-{number:03}" for number in range(101)]
+    for file in files:
+        file.write_text("as it was\n")
+    site.snapshot()
+    id_ = page.run("list", "--machine-readable").stdout.partition("|")[0]
+    for file in files:
+        file.write_text("changed\n")
+    names = [f"also{at}={quote(quote(str(file)))}" for at, file in enumerate(files)]
+    restore = page.ask(f"/restore?s={id_}&{'&'.join(names)}")
+    refused = page.ask(action(restore.text, "/plan"), {"csrf": restore.csrf, "dest": "", "delete": "1"})
+    assert "1 to 100 paths, and this one of 101" in refused.text
+    restore = page.ask(f"/restore?s={id_}&{'&'.join(names[:100])}")
+    form = {"csrf": restore.csrf, "dest": "", "delete": "1"}
+    plan = page.follow(page.ask(action(restore.text, "/plan"), form))
+    form = {"csrf": plan.csrf, "kind": "restore", "destq": "", "typed": "wide"}
+    assert "is done" in page.follow(page.ask(action(plan.text, "/act"), form)).text
+    assert [file.read_text() for file in files] == ["as it was\n"] * 100 + ["changed\n"]
+
+
 def test_names_and_contents_are_text(page: WebPage, site: Site) -> None:
     """A name that is markup, and bytes that are no text, are shown escaped, lead to the file, and can be restored."""
     path = os.fsencode(site.roots[0]) + b"/" + _ODD

@@ -105,22 +105,25 @@ def test_a_pattern_comes_back(pattern: bytes) -> None:
     assert back.get("deleted") == "1"
 
 
-@given(path=_PATHS, dest=_PATHS)
-def test_the_destination_of_a_plan_comes_back(path: bytes, dest: bytes) -> None:
-    """What is restored is what the plan was made for, and where to."""
+@given(paths=st.lists(_PATHS, min_size=1, max_size=12), dest=_PATHS, delete=st.booleans())
+def test_what_a_plan_is_of_comes_back(paths: list[bytes], dest: bytes, delete: bool) -> None:
+    """What is restored is what the plan was made for, in its order, where to, and what is removed."""
     progress = SimpleNamespace(said="", document={"items": [], "changing": 0}, code=0, words="", kind="plan")
     none = {"files": 0, "bytes": 0}
-    plan = {"made": none, "replaced": none, "room": []}
+    plan = {"made": none, "replaced": none, "removed": none, "room": []}
     values = {
         "snapshot": _SNAPSHOT,
-        "path": path,
+        "paths": paths,
+        "above": dest or paths[0],
+        "delete": delete,
         "progress": progress,
         "plan": plan,
         "has_room": True,
     }
     back = _sent_back("plan.html", "/act", asked=_asked(""), dest=dest, **values)
-    assert back.path() == path
+    assert back.paths() == paths
     assert back.path("dest") == dest
+    assert back.get("delete") == ("1" if delete else "")
     assert _sent_back("plan.html", "/act", asked=_asked(""), dest=b"", **values).get("dest") == ""
 
 

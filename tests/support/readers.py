@@ -696,7 +696,7 @@ def more_readers() -> list[Reader]:
         Reader("pickle that is read as data", _refusing(read_pickle, ValueError), b"\x80\x02}(X\x01\x00\x00\x00actorch\nSize\nK\x01K\x02\x86\x85R}bX\x01\x00\x00\x00b](K\x03N\x85eu."),
         Reader("facts of a training", _refusing(_decode_facts, ValueError), b'{"version":1,"step":5,"metrics":{"loss":0.5},"objects":["model"]}'),
         Reader("request for a snapshot", _json(control_types.SnapshotRequest), b'{"message":"m","tags":["a"],"hold":true}'),
-        Reader("order of the page", _refusing(lambda data: broker.words_of(msgspec.json.decode(data, type=broker.Order)), UnicodeDecodeError, RecursionError), b'{"kind":"restore","who":"a","snapshot":"cs-abcdef","path":"/a%25b","dest":""}'),
+        Reader("order of the page", _refusing(lambda data: broker.words_of(msgspec.json.decode(data, type=broker.Order)), UnicodeDecodeError, RecursionError), b'{"kind":"restore","who":"a","snapshot":"cs-abcdef","paths":["/a%25b","/c"],"dest":"","delete":true}'),
         Reader("question of the page", _refusing(lambda data: broker.question_of(quote_from_bytes(data)), UnicodeDecodeError, RecursionError), b'{"type":"compare","old":"cs-abcdef","new":"cs-abcdee","path":"/a%25b","old_path":"/a"}'),
         Reader("job of upkeep", _json(jobs.UpkeepJob), msgspec.json.encode(jobs.UpkeepJob(repository="/r", policy=RetentionPolicy()))),
         Reader("job of notices", _json(jobs.NoticeJob), msgspec.json.encode(jobs.NoticeJob(services=(MetadataService("aws"),)))),

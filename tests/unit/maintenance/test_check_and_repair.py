@@ -151,6 +151,20 @@ def test_an_unreadable_snapshot_is_named_and_stays(repository: Repository, snaps
     assert report.damaged
 
 
+def test_damaged_marks_cost_no_snapshot(repository: Repository, snapshot: Snapshot) -> None:
+    """A snapshot of which the marks alone are damaged is whole: what is advised writes them anew, and forgets nothing."""
+    with repository.writer() as writer:
+        writer.set_marks(snapshot.id, tags=["good"])
+    flip(Path(repository.snapshots.marks_path(snapshot.id)), 10)
+    report = looked(repository, repair=True, read_data=True)
+    assert kinds(report) == [("error", "snapshot", False)]
+    assert f"ciuic release {snapshot.id}" in report.findings[0].hint
+    assert "forget" not in report.findings[0].hint
+    with repository.writer() as writer:
+        writer.set_marks(snapshot.id, hold=False)
+    assert looked(repository).findings == []
+
+
 def test_a_missing_pack_is_reported_with_paths_and_snapshots(
     repository: Repository, snapshot: Snapshot
 ) -> None:

@@ -39,6 +39,7 @@ from ciuic.cli.commands.web.broker import (
     shown_words,
     words_of,
 )
+from ciuic.cli.commands.web.broker import MAX_PATHS as MAX_RESTORED
 from ciuic.cli.commands.web.changes import (
     MAX_DIRECTORIES,
     MAX_PATHS,
@@ -100,7 +101,8 @@ _HEADERS: Final = (
     ("permissions-policy", "camera=(), microphone=(), geolocation=()"),
 )
 _NOT_KEPT: Final = ("cache-control", "no-store")
-_MAX_FIELDS: Final = 50
+_MAX_FIELDS: Final = 50 + MAX_RESTORED
+"""Limit of the fields of a request: the paths of a restore, one more of which the broker refuses by number, and others."""
 _INCIDENT_SECONDS: Final = 24 * 3600
 _COMPRESSED: Final = frozenset({"/picture", "/training"})
 """Pages with curves. Nothing that an asker chooses stands on them beside the token of forms, whose bytes sizes would tell."""
