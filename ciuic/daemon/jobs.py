@@ -410,9 +410,8 @@ _JOBS: Final = {
 }
 
 
-def main() -> int:
-    """Do the job that the first argument names, and return the exit status."""
-    name = sys.argv[1]
+def main(name: str) -> int:
+    """Do the job of this name, and return the exit status."""
     try:
         return _JOBS[name](JobInput(0))
     except CiuicError as error:
@@ -425,4 +424,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1]))
