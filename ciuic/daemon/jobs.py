@@ -418,7 +418,7 @@ def main(name: str) -> int:
         if name in ("upkeep", "drill"):
             return _refused(error)
         sys.stderr.write(f"{name}: {error}\n")
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, msgspec.DecodeError) as error:
         sys.stderr.write(f"{name}: {error}\n")
     return 1
 

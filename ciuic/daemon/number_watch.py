@@ -92,7 +92,7 @@ class NumberWatch:
             try:
                 found = decode_json(line, NumbersRead)
                 values = [(step, float(text)) for step, text in found.numbers]
-            except ValueError as error:
+            except (msgspec.DecodeError, ValueError) as error:
                 log.warning("numbers_not_read", file=number.file, error=str(error))
                 continue
             if found.problem != one.problem:

@@ -64,6 +64,8 @@ class CheckFinding:
     """Snapshots that the problem concerns, as far as they are known."""
     chunk: ChunkId | None = None
     repaired: bool = False
+    place: str = ""
+    """What is damaged, whichever snapshots have it."""
 
 
 @dataclass
@@ -136,6 +138,8 @@ _HEAL: Final = "`ciuic check --repair --read-data` heals what it can"
 _VERIFY_DATA: Final = (
     f"`ciuic verify --all --checksum` names the files and snapshots that it touches; {_HEAL}"
 )
+# A finding is a sentence; the record of damage has all ids.
+_MAX_NAMED: Final = 5
 _DAMAGED_CHUNKS: Final = ("data", "xattrs")
 
 
@@ -143,8 +147,11 @@ def add_damage(report: CheckReport, damage: Damage, hint: str, *, in_pack: bool)
     """Add to the report what a verification found, of a repository or a remote; ``in_pack``: a pack has the chunk, or is damaged itself."""
     where = damage.path.decode(errors="surrogateescape") if damage.path else damage.file or "the repository"
     where += f", block {damage.block}" if damage.block >= 0 else ""
-    snapshots = ", ".join(damage.snapshots)
-    text = f"{where}: {damage.reason}" + (f"; in {snapshots}" if snapshots else "")
+    place = f"{where}: {damage.reason}"
+    named = ", ".join(damage.snapshots[:_MAX_NAMED])
+    if len(damage.snapshots) > _MAX_NAMED:
+        named += f" and {len(damage.snapshots) - _MAX_NAMED} more"
+    text = place + (f"; in {named}" if named else "")
     kind: Kind = "structure"
     if damage.chunk is not None and not in_pack:
         kind = "missing chunk"
@@ -153,7 +160,9 @@ def add_damage(report: CheckReport, damage: Damage, hint: str, *, in_pack: bool)
     elif damage.kind in ("snapshot", "pack"):
         kind = damage.kind
     report.damaged_snapshots.update(map(str, damage.snapshots))
-    return report.found("error", kind, text, hint, tuple(map(str, damage.snapshots)), damage.chunk)
+    finding = report.found("error", kind, text, hint, tuple(map(str, damage.snapshots)), damage.chunk)
+    finding.place = place
+    return finding
 
 
 def check(

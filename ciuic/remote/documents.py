@@ -593,7 +593,7 @@ def _decode_remote(data: bytes) -> StoredRemote:
             raise UnsupportedFormat(f"the remote has version {version}; this ciuic reads version {known}")
         stored = decode_json(data, StoredRemote)
         check_block_size(stored.block_size)
-    except ValueError as error:
+    except (msgspec.DecodeError, ValueError) as error:
         raise DamagedRemote(REMOTE_JSON, f"its content is invalid: {error}") from None
     in_clear = stored.naming_key is not None, stored.border_seed is not None
     own = stored.identity is not None
@@ -608,7 +608,7 @@ def _identity(stored: StoredRemote, sealer: Sealer, master: MasterKey | None) ->
         try:
             inner = sealer.open(REMOTE_JSON, base64.b64decode(stored.identity, validate=True))
             found = decode_json(inner, _StoredIdentity)
-        except ValueError as error:
+        except (msgspec.DecodeError, ValueError) as error:
             raise DamagedRemote(REMOTE_JSON, f"its identity is invalid: {error}") from None
     elif master is None:
         assert stored.border_seed is not None

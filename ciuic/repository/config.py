@@ -96,7 +96,8 @@ def decode_config(data: bytes) -> StoredConfig:
         config = decode_json(body, StoredConfig)
         _check_identity(config)
         check_block_size(config.block_size)
-    except ValueError as error:
+    # Up to msgspec 0.20 its errors are no ValueError.
+    except (msgspec.DecodeError, ValueError) as error:
         raise DamagedRepository(f"its content is invalid: {error}") from None
     return config
 

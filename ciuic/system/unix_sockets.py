@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Size of sun_path, unix(7); the last byte is the terminating null.
 _SUN_PATH_BYTES: Final = 108
-_CREDENTIALS: Final = struct.Struct("3i")
+_CREDENTIALS: Final = struct.Struct("iII")
 _PROBE_SECONDS: Final = 2.0
 
 

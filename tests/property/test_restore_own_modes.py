@@ -15,8 +15,9 @@ from support.second_user import NOBODY, run_as
 from ciuic.repository import Repository
 
 pytestmark = pytest.mark.mount
+# What a restore imports late is imported before: this interpreter may lie where the other user cannot read.
 _IMPORTS = """
-import os, sys
+import ctypes, json, os, random, sys
 from pathlib import Path
 from ciuic.repository import Repository
 from ciuic.restore import Overwrite, execute, plan_restore

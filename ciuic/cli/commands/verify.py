@@ -474,7 +474,7 @@ def check_command(
         session,
         [
             DamagedPlace(
-                where=shown_text(finding.message),
+                where=shown_text(finding.place or finding.message),
                 reason=finding.kind,
                 snapshots=finding.snapshots,
                 by="check",

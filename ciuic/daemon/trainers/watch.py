@@ -168,7 +168,7 @@ class WatchSocket:
             pid = processes.pid_of(fds[0])
             for page in fds[1:]:
                 check_page(page)
-        except (ValueError, OSError) as error:
+        except (msgspec.DecodeError, ValueError, OSError) as error:
             raise UsageError(f"the message is no registration of a trainer: {error}") from error
         # The process has ended already, or is in another pid namespace: its pid is what the caller says.
         if pid <= 0:
@@ -460,9 +460,7 @@ class TrainerWatch:
     def forget(self, trainer: str) -> None:
         """Stop watching a trainer, by name or pid, clear its alerts and forget its incidents; raise NotFound where there is none."""
         kept = [
-            one
-            for one in self._incidents
-            if trainer not in (one.trainer.name, escaped(one.trainer.name), str(one.trainer.pid))
+            one for one in self._incidents if trainer not in (one.trainer.name, escaped(one.trainer.name))
         ]
         # Of a training that is dead an alert may be gone, after a restart of the daemon, and the incident still be shown.
         had_incidents = len(kept) < len(self._incidents)

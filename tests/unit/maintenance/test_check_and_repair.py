@@ -15,9 +15,9 @@ import pytest
 from support.stored import IDENTITIES, flip, flip_stored, put_file, read_back, store
 
 from ciuic.errors import Busy
-from ciuic.maintenance.check import CheckReport, check, summary
+from ciuic.maintenance.check import CheckReport, add_damage, check, summary
 from ciuic.maintenance.prune import prune
-from ciuic.maintenance.verify import verify_snapshots
+from ciuic.maintenance.verify import Damage, verify_snapshots
 from ciuic.repository import Repository
 from ciuic.repository.locks import Claim
 from ciuic.types import ChunkId, RootRecord, Snapshot, SnapshotDraft, SnapshotId
@@ -412,3 +412,18 @@ def test_wrong_catalogue_is_found_and_rebuilt(repository: Repository, snapshot: 
     assert snapshot.id in report.findings[0].message
     assert kinds(looked(repository, repair=True)) == [("warning", "index", True)]
     assert looked(repository).findings == []
+
+
+def test_a_place_is_the_same_however_many_snapshots_share_it() -> None:
+    """A check after another snapshot finds no further place, and the sentence stays one."""
+    found = []
+    for count in (1, 5, 5000):
+        damage = Damage(
+            "data", "its block is bad", path=b"/r/f", block=3, chunk=ChunkId(b"x" * 16),
+            snapshots=tuple(SnapshotId(f"cs-{number:06x}") for number in range(count)),
+        )  # fmt: skip
+        found.append(add_damage(CheckReport(), damage, "", in_pack=True))
+    assert {finding.place for finding in found} == {"/r/f, block 3: its block is bad"}
+    assert [len(finding.snapshots) for finding in found] == [1, 5, 5000]
+    assert found[1].message.endswith("; in cs-000000, cs-000001, cs-000002, cs-000003, cs-000004")
+    assert found[2].message.endswith("cs-000004 and 4995 more")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,21 @@ def test_a_path_of_any_length(short_tmp: Path, length: int) -> None:
         assert found == (os.getpid(), os.geteuid(), os.getegid())
         connect(caller, path, 1.0)
         assert credentials(caller) == found
+
+
+def test_a_user_with_a_large_number_is_known() -> None:
+    """Ids are unsigned: those from 2**31 on are users, too, as of containers."""
+    uid = 3_000_000_000
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        with suppress(BaseException):
+            os.setresuid(uid, uid, uid)
+            here, _there = socket.socketpair()
+            os.write(write, repr(credentials(here).uid).encode())
+        os._exit(0)
+    os.close(write)
+    with open(read) as said:
+        found = said.read()
+    os.waitpid(child, 0)
+    assert found == str(uid)
