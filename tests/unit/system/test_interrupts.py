@@ -9,6 +9,8 @@ import sys
 _PROGRAM = """
 import signal, sys, threading
 from importlib._bootstrap import _get_module_lock
+# A shell that starts the tests in the background has it ignored, which commands respect.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 {install}
 
 class Finalized:
