@@ -104,8 +104,7 @@ class ControlServer:
         self._connections: set[_Connection] = set()
         self._closing = False
         with socket_address(socket_path) as address:
-            self._listener = bind(address, socket.SOCK_STREAM)
-        self._listener.listen(_MAX_CONNECTIONS)
+            self._listener = bind(address, socket.SOCK_STREAM, backlog=_MAX_CONNECTIONS)
         self._inode = _inode_of(socket_path)
 
     def start(self) -> None:

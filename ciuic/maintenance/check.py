@@ -65,7 +65,7 @@ class CheckFinding:
     chunk: ChunkId | None = None
     repaired: bool = False
     place: str = ""
-    """What is damaged, whichever snapshots have it."""
+    """Location and reason of the damage, without the snapshots that share it: the same at each check."""
 
 
 @dataclass

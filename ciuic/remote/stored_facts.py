@@ -1,6 +1,6 @@
-"""What a host remembers of its snapshots on a remote: facts that retention asks, sizes of manifests, and logs of other hosts.
+"""Cache of this host's snapshots on a remote: facts for retention, sizes of manifests, and logs of other hosts.
 
-A cache in a directory of the uploader's own (records of `ciuic.repository.record_files`): what it lacks is read from the manifests. It may be
+Records of `ciuic.repository.record_files` in a directory of the uploader's own: what the cache lacks is read from the manifests. It may be
 old; what was uploaded or given up by another process shows when that has noted it.
 """
 

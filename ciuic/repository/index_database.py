@@ -65,8 +65,8 @@ class _Column(NamedTuple):
     loaded: Callable[[Any], Any] | None = None
     """The other way round."""
     default: str = ""
-    """Of a column that came later: what it is, in SQL, in rows of an earlier ciuic. It must be what `info_of` says of each
-    snapshot from then, as a check compares the two."""
+    """SQL literal that stands for a later column in rows of an earlier ciuic. Must equal what `info_of` returns for the
+    snapshots of these rows: check compares the two."""
 
 
 # No tag contains it: a tag has no blanks, of which U+001F is one to Python.

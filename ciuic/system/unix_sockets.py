@@ -34,7 +34,7 @@ class Credentials(NamedTuple):
 
 
 class Received(NamedTuple):
-    """What recvmsg(2) returned."""
+    """Result of recvmsg(2)."""
 
     data: bytes
     fds: list[int]
@@ -55,11 +55,11 @@ def socket_address(path: str) -> Iterator[str]:
         os.close(directory)
 
 
-def bind(path: str, kind: socket.SocketKind) -> socket.socket:
+def bind(path: str, kind: socket.SocketKind, *, backlog: int | None = None) -> socket.socket:
     """Return a socket with the name ``path``, 0600, in place of one that a dead process may have left there. OSError.
 
     A path that exceeds sun_path is refused: the socket would not know its own name (getsockname(2)). Nobody can connect before
-    listen(2), so that the caller may give it another mode until then.
+    listen(2), so that the caller may give it another mode until then. With a ``backlog`` it listens on return.
     """
     import socket
 
@@ -70,6 +70,8 @@ def bind(path: str, kind: socket.SocketKind) -> socket.socket:
         # Before bind(2), which gives the name this mode from its first moment.
         os.fchmod(bound.fileno(), 0o600)
         bound.bind(path)
+        if backlog is not None:
+            bound.listen(backlog)
     except BaseException:
         bound.close()
         raise

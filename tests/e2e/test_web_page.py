@@ -86,7 +86,7 @@ def test_a_file_goes_back_and_forth(page: WebPage, site: Site) -> None:
 
 
 def test_several_paths_are_chosen_restored_and_taken_back(page: WebPage, site: Site) -> None:
-    """What is chosen in a listing is restored as one, extras are removed where that is chosen, and the undo brings all back."""
+    """Paths chosen in a listing are restored together, extras are removed on request, and the undo brings everything back."""
     top = site.roots[0] / "several"
     for name in ("a", "b", "kept"):
         (top / name).mkdir(parents=True)

@@ -63,7 +63,7 @@ def test_first_uses_at_once() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\xa1\xff", b"\x91" * 100_000])
 def test_whatever_is_malformed_is_one_error(data: bytes) -> None:
-    """What is cut short, is no text or is nested without end raises msgspec.DecodeError, and nothing else."""
+    """Truncated, undecodable and endlessly nested documents raise msgspec.DecodeError, and nothing else."""
     with pytest.raises(msgspec.DecodeError):
         decode_msgpack(data, Any)
     with pytest.raises(msgspec.DecodeError):

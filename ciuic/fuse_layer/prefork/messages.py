@@ -45,6 +45,10 @@ class ForkedChild(NamedTuple):
     fds: list[int]
 
 
+# Of daemons, of which one comes at a time.
+_BACKLOG: Final = 128
+
+
 def listen_for_daemons(directory: Path) -> socket.socket:
     """Return a listening socket of a new name in ``directory``, for the daemon that comes after this one.
 
@@ -52,9 +56,7 @@ def listen_for_daemons(directory: Path) -> socket.socket:
         OSError: there is no room for it, or no descriptor.
     """
     path = directory / f"{KEEPER_PREFIX}{secrets.token_hex(4)}.sock"
-    listener = unix_sockets.bind(str(path), socket.SOCK_SEQPACKET)
-    listener.listen()
-    return listener
+    return unix_sockets.bind(str(path), socket.SOCK_SEQPACKET, backlog=_BACKLOG)
 
 
 def receive(connection: socket.socket) -> tuple[list[str] | int | dict[str, Any] | None, list[int]]:

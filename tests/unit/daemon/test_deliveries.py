@@ -106,7 +106,7 @@ def test_a_mail_has_what_happened_and_what_to_do() -> None:
 
 
 def test_a_subject_says_what_happened() -> None:
-    """On one line, cut at a word; of an alert that is over as well."""
+    """The subject is one line, cut at a word, also for an alert that is over."""
     long = msgspec.structs.replace(NOTICE, message="a\nname " + "word " * 40, event="alert_cleared")
     title = message_of(long).title
     assert title.startswith("[gpu1] over: a\\nname word")

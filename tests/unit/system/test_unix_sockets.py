@@ -32,7 +32,7 @@ def test_descriptors_are_close_on_exec_and_bounded(asked: int) -> None:
 
 
 def test_flags_are_obeyed() -> None:
-    """With MSG_DONTWAIT nothing is waited for, unlike with socket.recv_fds."""
+    """MSG_DONTWAIT returns at once; socket.recv_fds ignores it."""
     ours, theirs = _pair()
     with ours, theirs, pytest.raises(BlockingIOError):
         receive(ours, 10, 2, socket.MSG_DONTWAIT)
@@ -40,7 +40,7 @@ def test_flags_are_obeyed() -> None:
 
 @pytest.mark.parametrize("length", [10, 150])
 def test_a_path_of_any_length(short_tmp: Path, length: int) -> None:
-    """A socket replaces the one that was left there, is its user's alone, and is found by whoever asks who listens."""
+    """A new socket replaces a stale one, has mode 0600, and `listener_of` finds its process."""
     directory = short_tmp / ("d" * length)
     directory.mkdir()
     path = os.fspath(directory / "socket")

@@ -108,7 +108,9 @@ class HandedListener(trio.abc.Listener[trio.SocketStream]):
     async def accept(self) -> trio.SocketStream:
         """Return the next connection."""
         while True:
-            data, ancillary, _, _ = await self._channel.recvmsg(_MAX_MESSAGE_BYTES, room_for(1))
+            data, ancillary, _, _ = await self._channel.recvmsg(
+                _MAX_MESSAGE_BYTES, room_for(1), socket.MSG_CMSG_CLOEXEC
+            )
             if not data:
                 # The broker is gone, and the end of standard input ends this process.
                 await trio.sleep_forever()
