@@ -23,6 +23,7 @@ from typing import Annotated, Final, NamedTuple, TypeVar
 
 import msgspec
 
+from ciuic.system.disk import READ_FILE
 from ciuic.verdicts.formats.tensor_bundle import masked_crc32c
 
 MAX_READ_BYTES: Final = 4 << 20
@@ -187,7 +188,7 @@ def open_numbers(pattern: str) -> Iterator[tuple[str, int, os.stat_result]]:
     """
     path = _newest(pattern)
     # Neither a fifo nor a link in the place of the file must lead this process anywhere.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    fd = os.open(path, READ_FILE)
     try:
         facts = os.fstat(fd)
         if not stat.S_ISREG(facts.st_mode):

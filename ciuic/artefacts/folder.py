@@ -22,7 +22,7 @@ from ciuic.printable import one_line
 from ciuic.repository import is_zero
 from ciuic.restore.destination import open_directory, open_way, stat_at, unlink_if_there
 from ciuic.system.child_process import is_privileged
-from ciuic.system.disk import open_regular, try_lock, write_all
+from ciuic.system.disk import NEW_FILE, open_regular, try_lock, write_all
 from ciuic.system.ownership import find_flaw
 
 MANIFEST: Final = b".ciuic-export.json"
@@ -290,9 +290,8 @@ class ExportFolder:
         Raises:
             DestinationExists: something else is in the way.
         """
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         mode = 0o444 if is_read_only else 0o777 if is_executable else 0o666
-        fd = os.open(b"new", flags, mode, dir_fd=self._temporary)
+        fd = os.open(b"new", NEW_FILE, mode, dir_fd=self._temporary)
         try:
             at = 0
             for piece in pieces:
@@ -325,9 +324,7 @@ class ExportFolder:
     def copy(self, source: bytes) -> Iterator[bytes]:
         """Yield the content of another file of the directory. OSError if it is gone."""
         with self._above(source.rpartition(b"/")[0], make=False) as folder:
-            fd = os.open(
-                source.rpartition(b"/")[2], os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder
-            )
+            fd = open_regular(source.rpartition(b"/")[2], os.O_RDONLY, dir_fd=folder)
         with os.fdopen(fd, "rb", buffering=0) as file:
             while piece := file.read(_PIECE_BYTES):
                 yield piece

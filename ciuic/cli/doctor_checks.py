@@ -85,7 +85,7 @@ def fuse(device: Path = Path("/dev/fuse"), proc_self: Path = Path("/proc/self"))
         return
     try:
         # Opened, and not looked at with access(2): a container's device rules refuse at open, root included.
-        os.close(os.open(device, os.O_RDWR | os.O_CLOEXEC))
+        os.close(os.open(device, os.O_RDWR))
     except OSError as error:
         yield problem("fuse", f"{device} cannot be opened: {error.strerror}", "run it as root")
         return
@@ -171,7 +171,7 @@ def _offer(root: str | None, release: str) -> KernelOffer:
     # A root that is not there is another check's matter.
     with contextlib.suppress(OSError):
         # O_PATH is enough for the kernel's answer, and takes no right to read the root.
-        directory = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if root is not None else None
+        directory = os.open(root, os.O_PATH | os.O_DIRECTORY) if root is not None else None
     try:
         return driver_choice.ask_kernel(directory, release=release)
     finally:
@@ -482,10 +482,10 @@ def can_clone(directory: Path) -> bool:
     """Return True if FICLONE works in the directory, tried with two nameless files. Raises OSError where none can be made."""
     # Tried, and not concluded from the kind of file system: XFS shares extents only if it was made with
     # reflink=1. Nameless files leave nothing behind, however this process ends.
-    source = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    source = os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600)
     try:
         os.write(source, b"ciuic" * 1000)
-        target = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        target = os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600)
         try:
             fcntl.ioctl(target, _FICLONE, source)
         except OSError as error:

@@ -224,7 +224,7 @@ def _pages_of(pid: int) -> tuple[int, ...]:
         for link in links:
             with suppress(FileNotFoundError):
                 if os.readlink(link.path) == f"/memfd:{PAGE_NAME} (deleted)":
-                    page = os.open(link.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                    page = os.open(link.path, os.O_RDONLY | os.O_NONBLOCK)
                     number = os.fstat(page).st_ino
                     # A mapping has a descriptor of its own; forked workers and the writer process have the page as well.
                     if number not in pages and _is_page_of(page, own_pid):

@@ -27,15 +27,11 @@ from ciuic.repository import Repository
 from ciuic.repository.directory_trees import Lineage
 from ciuic.repository.lookup import Located, find, is_within, join, normalise, resolve, root_of
 from ciuic.restore.content import BlockWorker, batches
-from ciuic.restore.destination import OPEN_DIRECTORY, open_way, proc_path, stat_at
-from ciuic.system.disk import LinkedPath, read_xattrs
+from ciuic.restore.destination import open_way, proc_path, stat_at
+from ciuic.system.disk import PIN, READ_DIRECTORY, READ_FILE, LinkedPath, read_xattrs
 from ciuic.system.mountinfo import MountBorders
 from ciuic.types import FLAG_MOUNTPOINT, Entry, RootRecord, Snapshot, recorded_time
 
-# O_PATH opens an inode without a read permission and without waking a device or a pipe.
-_INODE = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-# O_NONBLOCK: a pipe that has taken the place of a file must not block the open.
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NOTHING = -1
 
 
@@ -121,7 +117,7 @@ class LiveNode:
     def child_xattrs(self, name: bytes) -> tuple[tuple[bytes, bytes], ...]:
         """Return the extended attributes of a name, sorted."""
         with _reading():
-            fd = os.open(name, _INODE, dir_fd=self._fd)
+            fd = os.open(name, PIN, dir_fd=self._fd)
             try:
                 # Through /proc, because fgetxattr(2) takes no O_PATH descriptor. Sorted, as snapshots have
                 # them.
@@ -132,7 +128,7 @@ class LiveNode:
     def descend(self, name: bytes) -> LiveNode:
         """Open a subdirectory."""
         with _reading():
-            return LiveNode(os.open(name, OPEN_DIRECTORY, dir_fd=self._fd))
+            return LiveNode(os.open(name, READ_DIRECTORY, dir_fd=self._fd))
 
     def names(self) -> list[bytes]:
         """Return the names in the directory, in byte order."""
@@ -146,10 +142,10 @@ class LiveNode:
         """Open a file for reading; the context is its descriptor."""
         with _reading():
             try:
-                fd = os.open(name, _READ | os.O_NOATIME, dir_fd=self._fd)
+                fd = os.open(name, READ_FILE | os.O_NOATIME, dir_fd=self._fd)
             except PermissionError:
                 # open(2): only the owner and root may use O_NOATIME.
-                fd = os.open(name, _READ, dir_fd=self._fd)
+                fd = os.open(name, READ_FILE, dir_fd=self._fd)
         try:
             with _reading():
                 yield fd

@@ -23,6 +23,7 @@ from ciuic.config.owners import check_owners, command_flaw, file_flaw
 from ciuic.errors import CiuicError, ConfigError, NotFound, NotPermitted, UsageError
 from ciuic.repository.trust import foreign_flaw, hint, refusal
 from ciuic.system import mountinfo
+from ciuic.system.disk import READ_DIRECTORY
 from ciuic.system.mountinfo import LAZY_FS_TYPE, LAZY_RESTORE, Mount
 
 
@@ -325,10 +326,10 @@ def _has_layers_apart(path: Path) -> bool:
         Documentation/filesystems/overlayfs.rst, "Inode properties"
     """
     try:
-        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        directory = os.open(path, READ_DIRECTORY)
         try:
             # A file without a name, as all of the upper layer; those of the others differ just so.
-            file = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=directory)
+            file = os.open(".", os.O_TMPFILE | os.O_RDWR, 0o600, dir_fd=directory)
             try:
                 return os.fstat(file).st_dev != os.fstat(directory).st_dev
             finally:

@@ -67,7 +67,7 @@ def read_mark(root_fd: int) -> RepositoryMark | None:
 def read_mark_at(root: Path) -> RepositoryMark | None:
     """Return the mark of a root that is not mounted; None if it is mounted."""
     try:
-        fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(root, os.O_PATH | os.O_DIRECTORY)
     except OSError:
         return None
     try:

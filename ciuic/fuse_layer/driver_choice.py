@@ -165,7 +165,7 @@ def _by_version(release: str, error: str) -> KernelOffer:
 
 def _asked(directory: int | None, depth: int) -> tuple[KernelOffer, int]:
     """Return the offer, and the errno with which a backing file was refused (0: it was not, or none was offered)."""
-    fuse_fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    fuse_fd = os.open("/dev/fuse", os.O_RDWR)
     context = -1
     try:
         context = _connected(fuse_fd)
@@ -221,7 +221,7 @@ def _syscall(number: int, *arguments: int | bytes | None) -> int:
 def _refusal(fuse_fd: int, directory: int) -> int:
     """Return the errno with which the kernel refuses a backing file of this directory; 0 when it takes it, or none can be made."""
     try:
-        fd = os.open(b"/proc/self/fd/%d" % directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fd = os.open(b"/proc/self/fd/%d" % directory, os.O_TMPFILE | os.O_RDWR, 0o600)
     except OSError:
         # Read-only, full, or of a kind without O_TMPFILE. The session learns at its first open.
         return 0

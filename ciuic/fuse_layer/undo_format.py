@@ -255,7 +255,7 @@ class LogReader:
         """
         if self._fd < 0:
             try:
-                self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                self._fd = os.open(self.path, os.O_RDONLY)
             except FileNotFoundError:
                 return 0
         records = 0

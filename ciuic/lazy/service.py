@@ -58,7 +58,7 @@ from ciuic.restore.destination_directories import many_descriptors
 from ciuic.restore.model import Result
 from ciuic.restore.new_files import NonDirectory
 from ciuic.structs import decode_json
-from ciuic.system.disk import Disk, open_locked, read_regular, read_xattrs
+from ciuic.system.disk import NEW_FILE, READ_DIRECTORY, Disk, open_locked, read_regular, read_xattrs
 from ciuic.system.interrupts import SIGNALS
 from ciuic.system.mountinfo import LAZY_FS_TYPE, LAZY_RESTORE
 from ciuic.system.open_files import describe, mount_users
@@ -72,7 +72,6 @@ _DAMAGED: Final = b".ciuic-damaged"
 _MAX_NAME_BYTES: Final = 255
 _MAX_RECORD_BYTES: Final = 16 << 20
 _MAX_FAILURES: Final = 10_000
-_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _WORDS: Final = """\
 This directory is being restored by ciuic, and is not complete: the process that restored it has ended, or its mount was taken away.
@@ -244,7 +243,7 @@ class LazyLayout:
 
     def open_tree(self, name: bytes) -> int:
         """Open the restored directory in the tree; the caller closes the descriptor."""
-        return os.open(name, _DIRECTORY, dir_fd=self.tree)
+        return os.open(name, READ_DIRECTORY, dir_fd=self.tree)
 
     def finish(self, record: LazyRecord, content: int) -> None:
         """Move the tree from the directory ``content`` to the destination, give that its attributes, and remove what is ours.
@@ -330,7 +329,6 @@ the time of a restore went into switching."""
 _LOST_BY_WRITING: Final = b"security.capability"
 # Errors of link(2) that say nothing about the file: no more links to it, or none at all on this file system.
 _NOT_LINKABLE: Final = (errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
-_NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class MountedRestore:
@@ -504,7 +502,7 @@ class MountedRestore:
                     name = os.fsencode(entry.name)
                     if entry.is_dir(follow_symlinks=False):
                         with suppress(OSError):
-                            stack.append((os.open(name, _DIRECTORY, dir_fd=fd), join(path, name)))
+                            stack.append((os.open(name, READ_DIRECTORY, dir_fd=fd), join(path, name)))
                     elif entry.inode() in damaged:
                         file = damaged[entry.inode()]
                         reason = next(iter(file.damaged.values()))
@@ -579,7 +577,7 @@ class SkeletonFiles:
         link, pending = shape.encode(), self._pending.directory
         try:
             # Only root may enter either directory, so no temporary name is needed.
-            fd = os.open(link, _NEW, 0o600, dir_fd=pending)
+            fd = os.open(link, NEW_FILE, 0o600, dir_fd=pending)
             try:
                 os.ftruncate(fd, entry.size_bytes)
                 st = os.fstat(fd)
@@ -696,9 +694,7 @@ class LazyRestore:
     def _run(self, closing: ExitStack, ready: Callable[[LazyStatus], None]) -> LazyOutcome:
         backing = self._kept(closing, mounts.open_backing(self.destination))
         self._refuse_overlay(backing)
-        below = self._kept(
-            closing, os.open(b"/proc/self/fd/%d" % backing, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        )
+        below = self._kept(closing, os.open(b"/proc/self/fd/%d" % backing, os.O_RDONLY | os.O_DIRECTORY))
         layout = LazyLayout(below, self.destination)
         closing.callback(layout.close)
         try:

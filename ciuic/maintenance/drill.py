@@ -38,7 +38,7 @@ from ciuic.restore import RestorePlan, RestoreTarget, Result, execute
 from ciuic.restore.attributes import REMOVABLE, SpecialFilter, kind_of
 from ciuic.restore.model import Kept
 from ciuic.system.child_process import is_privileged
-from ciuic.system.disk import try_lock
+from ciuic.system.disk import READ_DIRECTORY, try_lock
 from ciuic.system.ownership import find_flaw
 from ciuic.types import FLAG_MOUNTPOINT, Entry, RootRecord, Snapshot
 from ciuic.units import human_size
@@ -690,7 +690,7 @@ def scratch_directory(
     _remove_leftovers(parent, prefix, empty)
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(fd, fcntl.LOCK_EX)
         # Before it was locked another drill may have taken it for a leftover.
         if path.exists():
@@ -709,7 +709,7 @@ def _remove_leftovers(parent: Path, prefix: str, empty: Callable[[Path], object]
     """Remove directories of processes of this user that were killed: nobody has a lock on them."""
     for path in parent.glob(f"{prefix}*"):
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = os.open(path, READ_DIRECTORY)
         except OSError:
             continue
         try:

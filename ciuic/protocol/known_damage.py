@@ -165,7 +165,7 @@ def damage_words(damage: DamageStatus) -> str:
 @contextmanager
 def _locked(home: Path) -> Iterator[None]:
     """Hold the lock of the record: the directory, because the file itself is replaced."""
-    directory = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    directory = os.open(home, os.O_RDONLY | os.O_DIRECTORY)
     try:
         # NFS locks no directory (flock(2)): there the later of two writers may lose what the earlier one found.
         with suppress(OSError):

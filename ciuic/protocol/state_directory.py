@@ -35,6 +35,7 @@ from typing import Final, NamedTuple
 
 from ciuic import STATE_DIR_NAME
 from ciuic.errors import CiuicError
+from ciuic.system.disk import NEW_FILE, PIN
 from ciuic.system.mountinfo import mount_id
 
 ENTRIES: Final = frozenset(
@@ -275,7 +276,7 @@ def _levels_in_work_trees(root_fd: int) -> int:
 def _has(directory_fd: int, name: bytes) -> bool:
     try:
         # O_PATH: no request to a file system that a user may have mounted here.
-        os.close(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory_fd))
+        os.close(os.open(name, PIN, dir_fd=directory_fd))
     except OSError:
         return False
     return True
@@ -311,10 +312,11 @@ def _make(parent_fd: int, root_fd: int) -> int | None:
 def _hide_from_git(container_fd: int) -> None:
     """Write the .gitignore that names everything beside it, itself too."""
     # Best effort: without it the directory only shows in `git status`.
-    with contextlib.suppress(OSError):
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with _closing(os.open(_IGNORE_NAME, flags, 0o600, dir_fd=container_fd)) as fd:
-            os.write(fd, b"*\n")
+    with (
+        contextlib.suppress(OSError),
+        _closing(os.open(_IGNORE_NAME, NEW_FILE, 0o600, dir_fd=container_fd)) as fd,
+    ):
+        os.write(fd, b"*\n")
 
 
 def _remove_container(parent_fd: int) -> None:
@@ -357,7 +359,7 @@ def _join_project(root_fd: int, state_fd: int) -> None:
 def _takes_links(root_fd: int, state_fd: int) -> bool:
     """Return whether a file of the root can be linked into the state directory; True where that cannot be tried."""
     try:
-        probe = os.open(".", os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=root_fd)
+        probe = os.open(".", os.O_TMPFILE | os.O_WRONLY, 0o600, dir_fd=root_fd)
     except OSError:
         return True
     with _closing(probe):
@@ -372,7 +374,7 @@ def _takes_links(root_fd: int, state_fd: int) -> bool:
 def _set_aside(root_fd: int) -> tuple[bytes, ...]:
     """Rename a file or directory in the root that has the reserved name and is not ciuic's; return its new name."""
     try:
-        os.close(os.open(STATE_DIR_NAME, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root_fd))
+        os.close(os.open(STATE_DIR_NAME, PIN, dir_fd=root_fd))
     except FileNotFoundError:
         return ()
     container = _open_own(root_fd, STATE_DIR_NAME)

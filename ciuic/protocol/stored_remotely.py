@@ -39,7 +39,7 @@ import msgspec
 
 from ciuic.errors import Damaged
 from ciuic.structs import decode_json
-from ciuic.system.disk import Disk
+from ciuic.system.disk import PIN_DIRECTORY, READ_DIRECTORY, READ_FILE, Disk
 from ciuic.units import human_duration
 
 STATE_VARIABLE: Final = "CIUIC_UPLOAD_STATE"
@@ -393,7 +393,7 @@ def write_state_file(place: Path, name: str, file_name: str, data: bytes, *, dur
     with suppress(FileExistsError):
         os.mkdir(path, 0o755)
         made = True
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    directory = os.open(path, READ_DIRECTORY)
     try:
         # Nothing to change in a directory of root's; the unit of an upload to one, which is root's then, forbids the call.
         if made and os.geteuid() == 0 and owner.st_uid != 0:
@@ -419,15 +419,15 @@ def read_state_file(place: Path, name: str, file_name: str, limit_bytes: int) ->
     """
     # The state directory may be reached through a link of root's: /var/lib/ciuic-upload is one under
     # DynamicUser=. What lies in it belongs to the process that uploads, which could plant any.
-    state = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    state = os.open(place, os.O_PATH | os.O_DIRECTORY)
     try:
-        flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = PIN_DIRECTORY
         directory = os.open(name, flags, dir_fd=state)
     finally:
         os.close(state)
     try:
         # O_NONBLOCK: the open of a pipe without a writer would wait for one (fifo(7)).
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        flags = READ_FILE
         with open(os.open(file_name, flags, dir_fd=directory), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise StoredRecordDamaged("it is not a regular file")

@@ -75,6 +75,7 @@ from ciuic.repository.model import ChunkLocation, PackKind, PackRecord
 from ciuic.repository.pack_directory import Packs
 from ciuic.repository.pack_format import CODED_FLAGS, MAX_CHUNK_BYTES, checksum
 from ciuic.repository.snapshot_walk import Reached
+from ciuic.system.disk import APPEND_FILE
 from ciuic.types import ChunkId, Entry, Snapshot, SnapshotId
 
 FIRST_PACK_BYTES: Final = SMALLEST_PACK_BYTES
@@ -380,8 +381,7 @@ class UncommittedPacks:
         """Add a pack that was stored."""
         self._refs.append(pack.ref)
         line = pack.ref.encode("ascii")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(self._path, flags, 0o600), "wb", buffering=0) as file:
+        with open(os.open(self._path, APPEND_FILE, 0o600), "wb", buffering=0) as file:
             # The line end first, so that what an interrupted process wrote in part spoils no other line.
             file.write(b"\n%b %b\n" % (line, _line_check(line)))
 

@@ -73,7 +73,7 @@ class Scratch:
         self.fd = -1
         # Without a name: no other process can open it and change what is staged, and a kill leaves nothing
         # behind.
-        self.fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self.fd = os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600)
         self.end = 0
 
     def __del__(self) -> None:

@@ -27,7 +27,7 @@ from ciuic import STATE_DIR_NAME
 from ciuic.errors import CiuicError
 from ciuic.printable import one_line
 from ciuic.repository.lookup import join
-from ciuic.system.disk import LinkedPath
+from ciuic.system.disk import PIN, READ_DIRECTORY, LinkedPath
 from ciuic.system.mountinfo import LEFT_ALONE, MountBorders
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from random import Random
 
 TEMPORARY_PREFIX = b".ciuic-restore-"
-OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _RENAME_NOREPLACE = 1
 _CHANGE_NAMES = stat.S_IWUSR | stat.S_IXUSR
 # linux/fs.h
@@ -74,7 +73,7 @@ def stat_at(folder: int, name: bytes) -> os.stat_result | None:
 
 def open_directory(folder: int, name: bytes) -> int:
     """Open a directory. NotADirectoryError for anything else, a symbolic link included."""
-    return os.open(name, OPEN_DIRECTORY, dir_fd=folder)
+    return os.open(name, READ_DIRECTORY, dir_fd=folder)
 
 
 def lift_mode(fd: int) -> int | None:
@@ -325,7 +324,6 @@ class _Level(msgspec.Struct):
         os.close(self.fd)
 
 
-_STEP = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 # The kernel follows as many in one path (path_resolution(7)).
 _MAX_LINKS = 40
 
@@ -338,10 +336,10 @@ def open_way(path: bytes, *, make: bool = False) -> int:
         CiuicError: a symbolic link on the path must not be followed.
         OSError: a step of the path cannot be opened.
     """
-    at = _PathWalk(path).walk(os.open("/", _STEP | os.O_DIRECTORY), path, make)
+    at = _PathWalk(path).walk(os.open("/", PIN | os.O_DIRECTORY), path, make)
     # O_PATH descriptors cannot be listed or synced, so the directory is opened again, by ".".
     try:
-        return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=at)
+        return os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=at)
     finally:
         os.close(at)
 
@@ -379,14 +377,14 @@ class _PathWalk:
     def _step(self, at: int, name: bytes, make: bool) -> int:
         try:
             # O_PATH with O_NOFOLLOW opens a symbolic link itself, whose owner and target are then read from the descriptor.
-            fd = os.open(name, _STEP, dir_fd=at)
+            fd = os.open(name, PIN, dir_fd=at)
         except FileNotFoundError:
             if not make:
                 raise
             # Another process may create it meanwhile.
             with suppress(FileExistsError):
                 os.mkdir(name, dir_fd=at)
-            fd = os.open(name, _STEP, dir_fd=at)
+            fd = os.open(name, PIN, dir_fd=at)
         try:
             st = os.fstat(fd)
             if not stat.S_ISLNK(st.st_mode):
@@ -402,7 +400,7 @@ class _PathWalk:
         if self._links > _MAX_LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         target = os.readlink(b"", dir_fd=link)
-        start = os.open("/", _STEP | os.O_DIRECTORY) if target.startswith(b"/") else os.dup(at)
+        start = os.open("/", PIN | os.O_DIRECTORY) if target.startswith(b"/") else os.dup(at)
         # make=False, because a directory behind a link would be made where the link's owner wants it.
         there = self.walk(start, target, make=False)
         owner = os.fstat(there).st_uid

@@ -44,7 +44,7 @@ from ciuic.restore.destination import (
 )
 from ciuic.restore.journal import new_run
 from ciuic.restore.model import RestoreTarget
-from ciuic.system.disk import LinkedPath
+from ciuic.system.disk import NEW_FILE, LinkedPath
 from ciuic.system.mountinfo import MountBorders
 from ciuic.types import Entry, Snapshot
 
@@ -110,9 +110,7 @@ def _has_owners(shared: int, run: str) -> bool:
     """Return whether the file system keeps the owner and mode of new files."""
     # Tested with a regular file: O_EXCL returns the descriptor of the file just created, which no other user can replace.
     name = new_temporary_name(run)
-    fd = os.open(
-        name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=shared
-    )
+    fd = os.open(name, NEW_FILE, 0o600, dir_fd=shared)
     try:
         return _is_private(os.fstat(fd))
     finally:
@@ -424,7 +422,7 @@ def check_usable(target: RestoreTarget) -> None:
     if not os.path.isdir(place):
         return
     try:
-        fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
     except PermissionError:
         raise NotPermitted(
             f"{one_line(place)} cannot be read", hint="run as a user who may write there"

@@ -28,17 +28,12 @@ from ciuic.restore.destination import (
     unlink_if_there,
 )
 from ciuic.restore.pool import RunStopped
-from ciuic.system.disk import MAX_KEPT_BYTES
+from ciuic.system.disk import MAX_KEPT_BYTES, PIN, READ_FILE
 from ciuic.types import Entry
 
 if TYPE_CHECKING:
     from ciuic.restore.destination_directories import Folder
     from ciuic.restore.model import Action
-
-
-# O_NONBLOCK: a pipe that was put in the place of a file must not block the open.
-READ_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_INODE = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class NonDirectory:
@@ -111,7 +106,7 @@ class NonDirectory:
         # O_PATH where nothing is read: opening a device or a pipe could have effects, and needs a permission.
         fd = os.open(
             self.entry.name,
-            READ_FILE if self.entry.is_file and content_equal else _INODE,
+            READ_FILE if self.entry.is_file and content_equal else PIN,
             dir_fd=self.folder.fd,
         )
         try:
@@ -200,7 +195,7 @@ class NonDirectory:
             os.mknod(name, stat.S_IFMT(entry.mode) | 0o600, entry.rdev, dir_fd=folder)
         self._temporary = name
         # Opened by name, which is safe in a workplace: no other user can replace names there.
-        self._fd = os.open(name, _INODE, dir_fd=folder)
+        self._fd = os.open(name, PIN, dir_fd=folder)
         return self._fd
 
     def dress(self) -> None:

@@ -44,8 +44,9 @@ from ciuic.restore.model import (
     RestoreProgress,
     Result,
 )
-from ciuic.restore.new_files import READ_FILE, LinkGroup, NonDirectory
+from ciuic.restore.new_files import LinkGroup, NonDirectory
 from ciuic.restore.pool import Pool, RunStopped
+from ciuic.system.disk import READ_FILE
 from ciuic.types import FLAG_OPEN_FOR_WRITING, Entry, is_far_time
 from ciuic.units import plural
 

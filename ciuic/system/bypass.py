@@ -408,7 +408,7 @@ def _fdinfo(path: Path) -> dict[bytes, bytes]:
 
 def _mount_id_of_link(link: Path) -> int:
     # O_PATH resolves the kernel's link without a request to the file system that it leads to.
-    fd = os.open(link, os.O_PATH | os.O_CLOEXEC)
+    fd = os.open(link, os.O_PATH)
     try:
         return int(_fdinfo(Path(f"/proc/self/fdinfo/{fd}"))[b"mnt_id"])
     finally:

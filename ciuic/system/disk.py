@@ -159,9 +159,17 @@ def is_acl_duplicate(name: bytes) -> bool:
     return name in _ACL_DUPLICATES
 
 
+# Flags of open(2) for what others may have put there: none follows a symbolic link at the end of the path. They have
+# O_CLOEXEC for calls other than os.open, which sets it itself (PEP 446).
+# O_PATH opens an inode without a permission to read, and wakes no device.
+PIN: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+PIN_DIRECTORY: Final = PIN | os.O_DIRECTORY
+READ_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: opening a pipe does not wait for its other end. O_NOCTTY: a terminal that lies there does not
 # become the controlling terminal of a daemon (open(2)).
-_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+READ_FILE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+NEW_FILE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+APPEND_FILE: Final = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 # Errors of open(2) for a symbolic link, a pipe or socket, a device without driver and a directory.
 _OTHER_KINDS = (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR)
@@ -178,7 +186,7 @@ def open_regular(
 ) -> int:
     """Open a file like os.open. OSError (EINVAL) for anything but a regular file."""
     try:
-        fd = os.open(path, flags | _FLAGS, mode, dir_fd=dir_fd)
+        fd = os.open(path, flags | READ_FILE, mode, dir_fd=dir_fd)
     except OSError as error:
         if error.errno in _OTHER_KINDS:
             raise _irregular(path) from None

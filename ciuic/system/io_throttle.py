@@ -285,7 +285,7 @@ class _Descriptor:
     """Descriptor that is open for reading as long as something refers to it."""
 
     def __init__(self, path: str, flags: int = 0) -> None:
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+        self.fd = os.open(path, os.O_RDONLY | flags)
 
     def __del__(self) -> None:
         if hasattr(self, "fd"):

@@ -106,7 +106,7 @@ def _limits(memory_bytes: int) -> Callable[[], None]:
             resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
         # Read-only in some containers: then it has the score of its parent.
         with suppress(OSError):
-            fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+            fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
             os.write(fd, _OOM_SCORE)
             os.close(fd)
 

@@ -181,7 +181,7 @@ def _working_directory(process: Path, tops: Tops) -> Iterator[tuple[str, bytes, 
         text = os.readlink(os.fsencode(process / "cwd"))
         if not _top_of(text, tops):
             return
-        fd = os.open(process / "cwd", os.O_PATH | os.O_CLOEXEC)
+        fd = os.open(process / "cwd", os.O_PATH)
         try:
             yield "cwd", text, _facts(Path(f"/proc/self/fdinfo/{fd}"))[0], "cwd"
         finally:
@@ -267,7 +267,7 @@ def describe(users: list[MountUser], *, most: int = 5) -> str:
 
 def _works_in(process: Path, mount_id: int) -> bool:
     for name in ("cwd", "root"):
-        fd = os.open(process / name, os.O_PATH | os.O_CLOEXEC)
+        fd = os.open(process / name, os.O_PATH)
         try:
             if _is_on(Path(f"/proc/self/fdinfo/{fd}"), mount_id):
                 return True

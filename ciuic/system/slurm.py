@@ -18,12 +18,12 @@ from typing import Final, NamedTuple
 
 from ciuic.errors import CiuicError, NotPermitted, UsageError
 from ciuic.system.child_process import without_secrets
+from ciuic.system.disk import PIN_DIRECTORY
 
 ASK_SECONDS: Final = 20.0
 """Time limit of one request to the controller."""
 _MAX_NAME: Final = 100
 _ON_A_NODE: Final = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
-_DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Characters that no tag may have: blanks and commas separate tags, and the bar fields of lists.
 _NO_TAG: Final = re.compile(r"[^!-+\--{}~]")
 _JOB_TAG: Final = re.compile(r"slurm-(?:job|name|array|restart)=[!-+\--{}~]{1,100}")
@@ -145,10 +145,10 @@ def check_directory(path: str, uid: int) -> None:
     parts = path.split("/")[1:]
     if not path.startswith("/") or not path.isprintable() or any(part in ("", ".", "..") for part in parts):
         raise UsageError(f"not a plain absolute path: {path!r}", hint="--comment=ciuic=/data/run")
-    fd = os.open("/", _DIRECTORY)
+    fd = os.open("/", PIN_DIRECTORY)
     try:
         for part in parts:
-            deeper = os.open(part, _DIRECTORY, dir_fd=fd)
+            deeper = os.open(part, PIN_DIRECTORY, dir_fd=fd)
             os.close(fd)
             fd = deeper
         owner = os.fstat(fd).st_uid

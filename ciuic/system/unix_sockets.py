@@ -48,7 +48,7 @@ def socket_address(path: str) -> Iterator[str]:
         yield path
         return
     # A short path through a descriptor of the directory leads to the same socket.
-    directory = os.open(os.path.dirname(path) or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    directory = os.open(os.path.dirname(path) or ".", os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{directory}/{os.path.basename(path)}"
     finally:

@@ -80,9 +80,7 @@ class NameLock:
         # One descriptor for all managers of this process: closing a second one would release every lock on
         # the file.
         users = _users.get(self._path, [])
-        self._fd = (
-            users[0]._fd if users else os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        )
+        self._fd = users[0]._fd if users else os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         _users[self._path] = [*users, self]
 
     def _holder(self) -> int:

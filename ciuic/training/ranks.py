@@ -37,6 +37,7 @@ import msgspec
 import xxhash
 
 from ciuic.structs import decode_msgpack
+from ciuic.system.disk import open_regular
 from ciuic.system.processes import boot_id
 from ciuic.training.format import structure, tensors
 from ciuic.training.format.tensors import Array, ArrayBuffer
@@ -577,7 +578,7 @@ class Ranks:
         """Return the state that a rank has left, and remove its file."""
         path = self._file_of(rank)
         try:
-            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+            with open(open_regular(path, os.O_RDONLY), "rb") as file:
                 data = file.read(_checked(os.fstat(file.fileno()).st_size))
             path.unlink()
         except OSError as error:
@@ -590,9 +591,7 @@ class Ranks:
         # Not synced: it is of no use to a later process.
         try:
             path.parent.mkdir(0o700, parents=True, exist_ok=True)
-            with open(
-                os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb"
-            ) as file:
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(data)
         except OSError as error:
             with suppress(OSError):

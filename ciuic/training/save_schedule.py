@@ -319,7 +319,7 @@ def measure(directory: str) -> float:
     content = memoryview(os.urandom(_TRIED_BYTES))
     # Not every file system has O_TMPFILE, and not every Python knows it.
     with suppress(OSError, AttributeError):
-        fd = os.open(directory, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, _UNNAMED_FILE_MODE)
+        fd = os.open(directory, os.O_TMPFILE | os.O_WRONLY, _UNNAMED_FILE_MODE)
         try:
             began = time.monotonic()
             while content:

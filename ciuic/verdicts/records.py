@@ -26,7 +26,7 @@ from ciuic.repository.config import read_file
 from ciuic.repository.snapshots import VERDICTS_DIR, SnapshotStore
 from ciuic.repository.trust import foreign_flaw
 from ciuic.structs import decode_json
-from ciuic.system.disk import Disk
+from ciuic.system.disk import READ_FILE, Disk
 from ciuic.types import Snapshot
 from ciuic.verdicts.model import DEFECT, RULES, Checkpoint, Verdict
 
@@ -176,9 +176,8 @@ def key_path(environ: Mapping[str, str] | None = None) -> str:
 
 def read_key(path: str | None = None) -> bytes:
     """Return the key of this host; empty if there is none that this process may read and others may not."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(path or key_path(), flags)
+        fd = os.open(path or key_path(), READ_FILE)
     except OSError:
         return b""
     with os.fdopen(fd, "rb") as file:

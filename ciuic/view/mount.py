@@ -36,6 +36,7 @@ from ciuic.maintenance.drill import scratch_directory
 from ciuic.printable import one_line
 from ciuic.restore.destination import open_way
 from ciuic.system.child_process import as_user, environment, find_program, leave_keyring, without_secrets
+from ciuic.system.disk import PIN_DIRECTORY
 from ciuic.system.unix_sockets import receive
 from ciuic.types import Entry, Snapshot
 from ciuic.view.filesystem import ViewFilesystem
@@ -136,7 +137,7 @@ def run_at(
 
 def _owner_of(snapshot: Snapshot, root: bytes) -> tuple[int, int]:
     """Return uid and gid of a directory; CiuicError if its path was replaced, as the owner of its parent can do at any time."""
-    fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fd = os.open(root, PIN_DIRECTORY)
     try:
         if os.readlink(f"/proc/self/fd/{fd}") != os.fsdecode(root):
             raise CiuicError(f"{one_line(root)} was exchanged for another directory", hint="run it again")

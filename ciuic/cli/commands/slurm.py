@@ -191,7 +191,7 @@ def epilog_command() -> None:
 @contextmanager
 def _turn(records: Path) -> Iterator[None]:
     """Let one prolog or epilog of a node at a time decide whether its directory is another job's, too, and act on it."""
-    fd = os.open(records, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(records, os.O_RDONLY | os.O_DIRECTORY)
     try:
         # What is killed gives its turn back.
         fcntl.flock(fd, fcntl.LOCK_EX)

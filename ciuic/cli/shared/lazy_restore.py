@@ -19,6 +19,7 @@ from ciuic.cli.shared.messages import complain, plural, shown, shown_text
 from ciuic.cli.shared.output import out, out_json
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError
+from ciuic.system.disk import APPEND_FILE
 from ciuic.system.shell_quoting import word
 from ciuic.system.state_home import state_home
 from ciuic.units import human_duration, human_size
@@ -191,8 +192,7 @@ def _log_into(directory: Path) -> None:
 
     try:
         directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        file = open(os.open(directory / "log", flags, 0o600), "a", buffering=1)
+        file = open(os.open(directory / "log", APPEND_FILE, 0o600), "a", buffering=1)
     except OSError:
         file = open(os.devnull, "w")
     structlog.configure(

@@ -144,7 +144,7 @@ class RuntimeDirectory:
         for _ in range(_MAX_LOCK_ATTEMPTS):
             self._create()
             try:
-                fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
                 # Also the file of an earlier version: flock(2) takes a descriptor that only reads.
                 os.fchmod(fd, 0o600)
             except FileNotFoundError:

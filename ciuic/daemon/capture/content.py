@@ -239,7 +239,7 @@ class ContentReader:
         try:
             fd = os.open(
                 f"{blocks_name(inode.ino, run.epoch)}",
-                os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW,
+                os.O_RDONLY | os.O_NOFOLLOW,
                 dir_fd=self._view.undo_fd,
             )
         except OSError as error:

@@ -66,6 +66,7 @@ from ciuic.protocol.state_directory import find_state
 from ciuic.repository import Repository, Writer
 from ciuic.repository.trust import require_own
 from ciuic.system import logs, syscall_profiles
+from ciuic.system.disk import READ_DIRECTORY
 from ciuic.system.disk_space import reserve_of, total_bytes
 from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files, yield_to_others
 from ciuic.system.precedence import Precedence
@@ -331,14 +332,14 @@ def _find_undo(backing_fd: int) -> int:
     if state_fd is None:
         raise FileNotFoundError(errno.ENOENT, "no state directory")
     try:
-        return os.open("undo", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=state_fd)
+        return os.open("undo", READ_DIRECTORY, dir_fd=state_fd)
     finally:
         os.close(state_fd)
 
 
 def _open_root(path: bytes) -> int:
     try:
-        return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        return os.open(path, os.O_PATH | os.O_DIRECTORY)
     except OSError as error:
         raise RootUnreadable(f"{os.fsdecode(path)} cannot be opened: {error.strerror}") from error
 

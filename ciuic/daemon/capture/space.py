@@ -31,7 +31,7 @@ from ciuic.printable import path_text
 from ciuic.repository import Repository, Writer
 from ciuic.repository.extent_sharing import can_share
 from ciuic.repository.identity import Bytes
-from ciuic.system.disk import Disk
+from ciuic.system.disk import READ_DIRECTORY, READ_FILE, Disk
 from ciuic.system.disk_space import available_bytes, total_bytes
 from ciuic.system.mountinfo import MountBorders
 from ciuic.units import human_size
@@ -329,8 +329,7 @@ class _Measure:
 def _middle_of(name: bytes, directory_fd: int) -> bytes:
     """Return some bytes from the middle of a file. May raise OSError."""
     # O_NONBLOCK: a fifo that took the name of a file must not block the open.
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-    fd = os.open(name, flags, dir_fd=directory_fd)
+    fd = os.open(name, READ_FILE, dir_fd=directory_fd)
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
@@ -380,8 +379,7 @@ class _Level:
     def __init__(self, path: bytes, parent_fd: int, name: bytes = b".") -> None:
         """Open a directory. May raise OSError."""
         self.path = path
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        self.fd = os.open(name, flags, dir_fd=parent_fd)
+        self.fd = os.open(name, READ_DIRECTORY, dir_fd=parent_fd)
         self.borders = MountBorders(self.fd)
         try:
             self.entries = os.scandir(self.fd)

@@ -28,7 +28,7 @@ from typing import Final
 from ciuic import STATE_DIR_NAME
 from ciuic.fuse_layer.undo_format import LOG_NAME, LogReader, NameRecord, OldStat, UndoLost, hold_name
 from ciuic.system import mountinfo
-from ciuic.system.disk import read_xattrs
+from ciuic.system.disk import PIN, read_xattrs
 from ciuic.system.mountinfo import mount_id, place_of
 from ciuic.system.spill import NameTable, Spill
 
@@ -36,7 +36,6 @@ from ciuic.system.spill import NameTable, Spill
 # microseconds.
 _PATIENCE: Final = 100
 _PATIENCE_SECONDS: Final = 0.005
-_PIN: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 # Attempts to read link count and hold link without a change in between.
 _STAT_RETRIES: Final = 100
 # Names of one batch of a listing.
@@ -266,7 +265,7 @@ class SealedView:
 
     def _pin(self, name: bytes, dir_fd: int, extra_flags: int = 0) -> PinnedInode:
         # O_PATH sends no request to a file system that is mounted here, and opens no device or fifo.
-        fd = os.open(name, _PIN | extra_flags, dir_fd=dir_fd)
+        fd = os.open(name, PIN | extra_flags, dir_fd=dir_fd)
         try:
             # Before any call that reaches it: the user who serves it may never answer, and no other root
             # would be captured.
@@ -314,7 +313,7 @@ class SealedView:
 
     def _pin_undo(self, path: bytes, ino: int, *, follow: bool = False) -> PinnedInode:
         try:
-            fd = _open_patiently(path, _PIN & ~os.O_NOFOLLOW if follow else _PIN, self.undo_fd)
+            fd = _open_patiently(path, PIN & ~os.O_NOFOLLOW if follow else PIN, self.undo_fd)
         except OSError as error:
             self.log.poll()  # raises when the reason is that the epoch was given up
             raise UndoLost(f"inode {ino} is not where the undo log keeps it: {error}") from error

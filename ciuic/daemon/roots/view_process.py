@@ -22,6 +22,7 @@ import msgspec
 from ciuic import SNAPSHOTS_DIR_NAME
 from ciuic.errors import CiuicError
 from ciuic.structs import decode_json
+from ciuic.system.disk import PIN_DIRECTORY
 
 NAME_TAKEN: Final = 3
 """Exit status where the root's owner has something of that name."""
@@ -32,7 +33,6 @@ _MAX_MEMORY_BYTES: Final = 1 << 30
 _MAX_PROCESSOR_SECONDS: Final = 7 * 86_400
 _MAX_TOLD: Final = 100
 _CONTROL_TIMEOUT_SECONDS: Final = 30.0
-_DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class ViewJob(msgspec.Struct, kw_only=True, frozen=True):
@@ -67,7 +67,7 @@ def mount_view(root: str, socket: str) -> int:
         fuse_fd: int | None = client.snapshots_directory(threading.get_native_id())
     fds = []
     try:
-        fds.append(root_fd := os.open(root, _DIRECTORY))
+        fds.append(root_fd := os.open(root, PIN_DIRECTORY))
         entry = mounts.mount_of(root_fd)
         if entry is None or (entry.fs_type, entry.mount_point) != (mounts.FS_TYPE, os.fsencode(root)):
             raise CiuicError(f"{root} has no overlay just now")
@@ -78,7 +78,7 @@ def mount_view(root: str, socket: str) -> int:
                 b"/proc/self/fd/%d" % root_fd, SNAPSHOTS_DIR_NAME, dst_dir_fd=root_fd, follow_symlinks=True
             )
         try:
-            fds.append(directory_fd := os.open(SNAPSHOTS_DIR_NAME, _DIRECTORY, dir_fd=root_fd))
+            fds.append(directory_fd := os.open(SNAPSHOTS_DIR_NAME, PIN_DIRECTORY, dir_fd=root_fd))
         except NotADirectoryError:
             raise NameTaken(f"{root} has a file {os.fsdecode(SNAPSHOTS_DIR_NAME)} of its owner") from None
         # Another user's file system may be mounted there, which chooses its numbers.

@@ -302,7 +302,7 @@ def look_at(wanted: TrainerConfig) -> _Found:
 def _pid_in(path: Path) -> int:
     try:
         # O_NONBLOCK: a fifo in place of the file must not block the thread.
-        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             text = file.read(32)
             written_seconds_ago = time.time() - os.fstat(file.fileno()).st_mtime
     except OSError as error:

@@ -684,7 +684,7 @@ class Attributes:
         if node.kind != stat.S_IFDIR:
             raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
         pin = self._nodes.pin(node)
-        fd = os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=pin.fd)
+        fd = os.open(b".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=pin.fd)
         try:
             return b"".join(name + b"\0" for name in border_names(fd, self._mounts.read()))
         finally:

@@ -34,6 +34,7 @@ from ciuic.fuse_layer.state.passthrough_state import Attr, OpenFile, Passthrough
 from ciuic.fuse_layer.system import syscalls
 from ciuic.fuse_layer.system.caller import Credentials, acting_as
 from ciuic.fuse_layer.system.path_handles import Descriptor, PathHandle
+from ciuic.system.disk import PIN
 
 log = structlog.get_logger(__name__)
 
@@ -550,9 +551,7 @@ class Names:
         # the kernel can forget ensures.
         if node is None or not node.lookups or (target.is_large and not node.is_counted):
             return None
-        return Descriptor(
-            os.open(entry.name or b"", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=entry.dir_fd)
-        )
+        return Descriptor(os.open(entry.name or b"", PIN, dir_fd=entry.dir_fd))
 
     def _unbound(self, parent: Node, name: bytes, target: Target, keep: Descriptor | None) -> None:
         """Update the tables of an inode that lost this name."""

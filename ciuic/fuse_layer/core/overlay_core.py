@@ -55,7 +55,7 @@ from ciuic.fuse_layer.tracking.undo_log import InheritedUndo, UndoLog
 from ciuic.protocol import state_directory
 from ciuic.protocol.worker_frames import USE_OF_HOLD_SECONDS
 from ciuic.structs import decode_msgpack
-from ciuic.system.disk import Disk
+from ciuic.system.disk import PIN_DIRECTORY, Disk
 
 # Every status reply has all of them.
 _MAX_ABANDONED: Final = 100
@@ -392,7 +392,7 @@ def _from_record(record: undo_format.SealedChange) -> InodeChange:
 def read_saved(state_fd: int, name: bytes) -> bytes | None:
     """Take a saved file: return its content and remove it durably, because tracking may be trusted only once."""
     try:
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=state_fd)
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=state_fd)
     except FileNotFoundError:
         return None
     with os.fdopen(fd, "rb") as file:
@@ -759,8 +759,9 @@ class OverlayCore(PassthroughCore):
             # Left by a worker that was killed before the removal below.
             with contextlib.suppress(FileExistsError):
                 os.mkdir(_STAND_IN_NAME, 0o700, dir_fd=self._state_fd)
-            flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            found = self._removed[facts] = Descriptor(os.open(_STAND_IN_NAME, flags, dir_fd=self._state_fd))
+            found = self._removed[facts] = Descriptor(
+                os.open(_STAND_IN_NAME, PIN_DIRECTORY, dir_fd=self._state_fd)
+            )
             path = b"/proc/self/fd/%d" % found.fd
             os.chown(path, uid, gid)
             os.chmod(path, stat.S_IMODE(mode))

@@ -373,7 +373,7 @@ class OverlayFiles(Files):
             st = os.fstat(pinned.fd)
             if hidden.has_orphan(node.ino) or st.st_size > COPY_LIMIT_BYTES:
                 return
-            source = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            source = os.open(path, os.O_RDONLY)
             try:
                 flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
                 copy = Descriptor(os.open(b".", flags, 0o600, dir_fd=self._nodes.root_directory.fd))

@@ -110,9 +110,7 @@ class PassthroughCore:
 
     def syncfs(self) -> None:
         """Make everything on the backing file system durable."""
-        fd = os.open(
-            b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._state.nodes.root_directory.fd
-        )
+        fd = os.open(b".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._state.nodes.root_directory.fd)
         try:
             syscalls.syncfs(fd)
         finally:

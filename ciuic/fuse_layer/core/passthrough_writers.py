@@ -324,7 +324,7 @@ def _copied(fd: int, size_bytes: int, budget: _Budget) -> list[memoryview] | Non
 def _has_fine_times(directory_fd: int) -> bool:
     """Try whether ctime tells two writes apart however fast one follows the other, once the time was asked for."""
     try:
-        fd = os.open(b".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
+        fd = os.open(b".", os.O_TMPFILE | os.O_RDWR, 0o600, dir_fd=directory_fd)
     except OSError:
         return False
     try:
@@ -413,7 +413,7 @@ class UnseenWriters:
                 return
             # Opened anew: a read lease can be taken on a descriptor that is open for reading alone
             # (fcntl(2)).
-            asking = os.open(b"/proc/self/fd/%d" % file.fd, os.O_RDONLY | os.O_CLOEXEC)
+            asking = os.open(b"/proc/self/fd/%d" % file.fd, os.O_RDONLY)
             self._mapped[node.id] = (node, asking)
             # Counted as a lookup: a cut has to mark the node by its names, also when the kernel has forgotten
             # it.

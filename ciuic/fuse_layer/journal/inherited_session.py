@@ -403,7 +403,7 @@ class JournalArchive:
     def __init__(self, path: Path, *, generation: int = 0) -> None:
         self.path = path
         # SQLite would create it with mode 0644, and its other files with the mode of this one: names of the root's files are in it.
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
         # Used by several threads, one at a time: a successor's nodes are read under the lock of the node
         # table.
         self._database = sqlite3.connect(

@@ -31,9 +31,9 @@ from ciuic.fuse_layer.journal import records
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession, NodeFacts
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
 from ciuic.fuse_layer.system.path_handles import Descriptor, PathHandle, stale, wait_for_rename
+from ciuic.system.disk import PIN_DIRECTORY
 
 _T = TypeVar("_T")
-_DIR_FLAGS: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECTORY
 # Common hosts allow a process 20,000 descriptors, which files that programs have open need
 # (docs/decisions/names-not-descriptors.md).
 _MAX_DIRECTORIES: Final = 512
@@ -725,7 +725,7 @@ class NodeTable:
         for child, name in reversed(chain):
             if not child.is_dir:
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-            opened = Descriptor(os.open(name, _DIR_FLAGS, dir_fd=found.fd))
+            opened = Descriptor(os.open(name, PIN_DIRECTORY, dir_fd=found.fd))
             # Another directory may have this name by now.
             if os.fstat(opened.fd).st_ino != child.ino:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))

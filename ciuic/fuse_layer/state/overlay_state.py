@@ -25,10 +25,10 @@ from ciuic.fuse_layer.system.path_handles import Descriptor, PathHandle
 from ciuic.fuse_layer.tracking.changes import Tracker
 from ciuic.fuse_layer.tracking.gate import Gate
 from ciuic.fuse_layer.tracking.undo_log import UndoLog
+from ciuic.system.disk import READ_DIRECTORY
 
 _T = TypeVar("_T")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_KEEP_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class OverlayState(PassthroughState):
@@ -117,7 +117,7 @@ class OverlayState(PassthroughState):
             self.undo.keep_file_name(parent.ino, entry.dir_fd, name, st)
             return
         with self.undo.saving():
-            kept = Descriptor(os.open(name, _KEEP_FLAGS, dir_fd=entry.dir_fd))
+            kept = Descriptor(os.open(name, READ_DIRECTORY, dir_fd=entry.dir_fd))
             # An empty one that goes needs no descriptor: a burst of removals must not run into the limit of
             # open files. One that is not empty stays (ENOTEMPTY) or moves.
             keep_open = moved or bool(os.listdir(kept.fd))

@@ -45,7 +45,7 @@ class LatencyGauge:
     def publish(self, path: str) -> None:
         """Write the figure to this file, too, from now on."""
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             try:
                 # Filled, not only made long: on a disk that is full afterwards, the first write to a hole
                 # would be SIGBUS.

@@ -22,6 +22,7 @@ from ciuic import SNAPSHOTS_DIR_NAME
 from ciuic.errors import CiuicError, UsageError
 from ciuic.fuse_layer.system import syscalls
 from ciuic.protocol import state_directory
+from ciuic.system.disk import PIN, PIN_DIRECTORY
 from ciuic.system.mountinfo import is_served_by_a_user, mount_id
 
 FS_TYPE = "fuse.ciuic"
@@ -285,7 +286,7 @@ def _open_inside(directory_fd: int, name: bytes) -> int:
     fd = os.dup(directory_fd)
     for part in name.split(b"/") if name else ():
         try:
-            deeper = os.open(part, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+            deeper = os.open(part, PIN, dir_fd=fd)
         finally:
             os.close(fd)
         fd = deeper
@@ -369,7 +370,7 @@ def open_backing(path: str | bytes) -> int:
             beside it.
         OSError: it cannot be opened.
     """
-    fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fd = os.open(path, PIN_DIRECTORY)
     try:
         # O_NOFOLLOW refuses a link in the last place alone. The descriptor's own name shows one on the way.
         reached = os.readlink(b"/proc/self/fd/%d" % fd)
@@ -403,7 +404,7 @@ def mount_of(fd: int) -> MountEntry | None:
 
 def open_fuse() -> int:
     """Return a descriptor of /dev/fuse for one mount."""
-    return os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    return os.open("/dev/fuse", os.O_RDWR)
 
 
 def set_readahead(device: str, size_bytes: int) -> None:
@@ -468,7 +469,7 @@ def unmount(path: str | bytes, fs_type: str = FS_TYPE) -> bool:
     parent, name = os.path.split(target)
     # A descriptor of the mount itself would keep it busy. Its directory is compared with its path instead: somebody may
     # have put a symbolic link on the way.
-    fd = os.open(parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fd = os.open(parent, PIN_DIRECTORY)
     try:
         entry = mount_at(target)
         if os.readlink(b"/proc/self/fd/%d" % fd) != parent or entry is None or entry.fs_type != fs_type:
@@ -512,7 +513,7 @@ def _mount_id_at(path: bytes) -> int | None:
     O_PATH asks the file system of the mount nothing, which this process may serve itself.
     """
     try:
-        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        fd = os.open(path, os.O_PATH)
     except OSError:
         return None
     try:
@@ -587,7 +588,7 @@ def detach_keeping_inside(path: str | bytes) -> list[str]:
                 lost.append(f"{os.fsdecode(entry.mount_point)} ({os.strerror(error.errno or 0)})")
         detach(target)
         if kept or rebound:
-            plain_fd = os.open(target, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            plain_fd = os.open(target, PIN_DIRECTORY)
         for directory, name in rebound:
             try:
                 _bind(plain_fd, directory, name)
@@ -629,7 +630,7 @@ def _open_overlay(path: bytes, fs_type: str) -> int:
     # The mount is named by a descriptor that is compared with mountinfo: the owner of a directory on the way
     # may put a symbolic link there at any time. The comparison asks nothing of the mount, because a dead one
     # would answer ENOTCONN.
-    fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fd = os.open(path, PIN)
     try:
         entry = mount_of(fd)
         if entry is None or entry.fs_type != fs_type or entry.mount_point != os.path.normpath(path):

@@ -19,9 +19,9 @@ from typing import Final
 from ciuic.fuse_layer import undo_format
 from ciuic.fuse_layer.system.path_handles import Descriptor
 from ciuic.protocol.state_directory import own_directory
+from ciuic.system.disk import PIN
 
 ORPHANS_DIR: Final = b"open"
-_PIN_FLAGS: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class HiddenLinks:
@@ -116,7 +116,7 @@ class HiddenLinks:
             # any case. Under the lock, because a descriptor that outlived its orphan would keep the space.
             with self._lock, suppress(OSError):
                 if ino in self._orphans:
-                    self._pinned[ino] = Descriptor(self.open_orphan(ino, _PIN_FLAGS))
+                    self._pinned[ino] = Descriptor(self.open_orphan(ino, PIN))
 
     def let_orphan_go(self, ino: int) -> None:
         """Remove the link of an orphan that no program has open any more, or that has a name again."""
@@ -146,7 +146,7 @@ class HiddenLinks:
         if pinned is not None:
             return pinned
         try:
-            return Descriptor(self.open_orphan(ino, _PIN_FLAGS))
+            return Descriptor(self.open_orphan(ino, PIN))
         except FileNotFoundError:
             return None
 
@@ -222,7 +222,7 @@ class HeldLinks(HiddenLinks):
         try:
             # The descriptor keeps the inode until the lock is released: freeing the blocks of a large file
             # takes time.
-            alive = Descriptor(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._hold.fd))
+            alive = Descriptor(os.open(name, PIN, dir_fd=self._hold.fd))
             with self._lock:
                 if needed():
                     # A new epoch was sealed meanwhile, and may rely on the link.

@@ -53,7 +53,7 @@ from ciuic.fuse_layer.undo_format import (
     UndoDamaged,
 )
 from ciuic.protocol.state_directory import own_directory
-from ciuic.system.disk import read_xattrs, write_all
+from ciuic.system.disk import READ_DIRECTORY, read_xattrs, write_all
 
 MAX_LOG_BYTES: Final = 4 << 20
 """Limit of a log that is read, in some 50 ms in which every request of the job waits. A longer one costs the
@@ -133,7 +133,7 @@ def _path(directory_fd: int, name: str) -> str:
 def _read_log(directory_fd: int) -> tuple[list[undo_format.Record], int, bool]:
     """Return the records, their length in bytes, and whether there is a log: without a change since the cut there is none."""
     try:
-        fd = os.open(undo_format.LOG_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory_fd)
+        fd = os.open(undo_format.LOG_NAME, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory_fd)
     except FileNotFoundError:
         return [], 0, False
     with os.fdopen(fd, "rb") as file:
@@ -169,9 +169,7 @@ def _take(found: InheritedUndo, record: undo_format.Record) -> None:
 
 
 def _list_held(directory_fd: int) -> list[str]:
-    fd = os.open(
-        undo_format.HOLD_DIR, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory_fd
-    )
+    fd = os.open(undo_format.HOLD_DIR, READ_DIRECTORY, dir_fd=directory_fd)
     try:
         return os.listdir(fd)
     finally:
@@ -375,7 +373,7 @@ def _write_pieces(
         new: the file is made, and removed again after a failure; a file that lies there is an error.
     """
     made = os.O_CREAT | os.O_EXCL if new else 0
-    out = os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | made, 0o600, dir_fd=dir_fd)
+    out = os.open(name, os.O_WRONLY | os.O_NOFOLLOW | made, 0o600, dir_fd=dir_fd)
     at = 0
     try:
         for piece in pieces:

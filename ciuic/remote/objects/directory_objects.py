@@ -30,12 +30,9 @@ from ciuic.remote.objects.model import (
     is_name,
 )
 from ciuic.repository.identity import Bytes
-from ciuic.system.disk import Disk
+from ciuic.system.disk import READ_DIRECTORY, READ_FILE, Disk
 
 _INCOMING: Final = ".incoming"
-_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Not blocked by a FIFO that somebody put there.
-_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 # A directory that another host removes while an object is put there is made again.
 _MAX_TRIES: Final = 20
 _STALE_SECONDS: Final = 86400
@@ -193,7 +190,7 @@ class DirectoryObjects:
     @contextlib.contextmanager
     def _root(self) -> Iterator[int]:
         try:
-            fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
             raise RemoteUnreachable(f"there is no directory {self._directory}: is it mounted?") from None
         try:
@@ -214,13 +211,13 @@ class DirectoryObjects:
         try:
             for part in path:
                 try:
-                    below = os.open(part, _DIRECTORY, dir_fd=fd)
+                    below = os.open(part, READ_DIRECTORY, dir_fd=fd)
                 except FileNotFoundError:
                     if not make:
                         raise
                     sync = True
                     self._make_directory(fd, part)
-                    below = os.open(part, _DIRECTORY, dir_fd=fd)
+                    below = os.open(part, READ_DIRECTORY, dir_fd=fd)
                 if sync:
                     # Also of a directory that another host made and may not have synced yet.
                     self._disk.sync(fd)
@@ -301,7 +298,7 @@ class DirectoryObjects:
         with self._root() as root:
             try:
                 with self._opened(root, parents) as directory:
-                    fd = os.open(base, _READ, dir_fd=directory)
+                    fd = os.open(base, READ_FILE, dir_fd=directory)
             except (FileNotFoundError, NotADirectoryError):
                 raise NoSuchObject(name) from None
             except OSError as exc:
@@ -335,7 +332,7 @@ class DirectoryObjects:
                 leads_there = name.startswith(wanted) or wanted.startswith(name)
                 if leads_there and (name > after or after.startswith(name)):
                     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                        below = os.open(entry.name, _DIRECTORY, dir_fd=fd)
+                        below = os.open(entry.name, READ_DIRECTORY, dir_fd=fd)
                         try:
                             yield from self._walk(below, name, wanted, after)
                         finally:

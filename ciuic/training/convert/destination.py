@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from ciuic.errors import CiuicError, DestinationExists, UsageError
-from ciuic.system.disk import Disk, temporary_name
+from ciuic.system.disk import NEW_FILE, Disk, temporary_name
 
 _PROBE: Final = ".ciuic-probe"
 # File systems without hard links answer link(2) so.
@@ -106,8 +106,7 @@ def _close_to_others(made: int, path: Path) -> int:
     own_uid = os.geteuid()
     if st.st_uid != own_uid:
         # An NFS server may give root's files to nobody.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(_PROBE, flags, 0o600, dir_fd=made)) as probe:
+        with os.fdopen(os.open(_PROBE, NEW_FILE, 0o600, dir_fd=made)) as probe:
             own_uid = os.fstat(probe.fileno()).st_uid
         os.unlink(_PROBE, dir_fd=made)
     # Suppressed: a file system without modes.
@@ -199,7 +198,7 @@ def _exists(path: Path) -> DestinationExists:
 
 def _sync(name: str, directory: int) -> None:
     """Make the content of a file durable."""
-    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory)
     try:
         os.fsync(fd)
     finally:

@@ -18,6 +18,7 @@ from typing import IO, Final, NamedTuple
 
 from ciuic.errors import CiuicError
 from ciuic.restore.destination import open_way
+from ciuic.system.disk import PIN, READ_FILE
 
 _LINK: Final = (
     "a symbolic link, which is not followed; copy the directory with `cp -rL` if you trust its links"
@@ -137,7 +138,7 @@ def _named(path: Path) -> IO[bytes]:
         folder = open_way(os.fsencode(above))
         try:
             # Owner and target are read from one descriptor: the name may be exchanged.
-            link = os.open(name or ".", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            link = os.open(name or ".", PIN, dir_fd=folder)
             try:
                 status = os.fstat(link)
                 if not stat.S_ISLNK(status.st_mode):
@@ -179,7 +180,7 @@ def _open(path: Path, name: str, dir_fd: int | None, max_bytes: int | None) -> I
     # Before it is opened, because that alone may have effects on a device.
     _check(path, os.lstat(name, dir_fd=dir_fd), max_bytes)
     # And after, because another may have taken its place: O_NONBLOCK, so that a pipe is not waited for.
-    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+    fd = os.open(name, READ_FILE, dir_fd=dir_fd)
     try:
         _check(path, os.fstat(fd), max_bytes)
     except ValueError:

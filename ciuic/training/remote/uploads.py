@@ -46,7 +46,7 @@ from ciuic.protocol.stored_remotely import (
 from ciuic.repository import Repository, SnapshotInfo
 from ciuic.repository.repository import UPLOADS_DIR
 from ciuic.system.child_process import environment, module_command
-from ciuic.system.disk import try_lock
+from ciuic.system.disk import APPEND_FILE, try_lock
 from ciuic.training.format.reading import read_facts
 from ciuic.types import Snapshot, SnapshotId
 
@@ -271,8 +271,7 @@ def _start(save_dir: str, order: UploadOrder) -> subprocess.Popen[bytes]:
     os.makedirs(directory, mode=0o700, exist_ok=True)
     # A file, no pipe or terminal of the training: the process outlives it, and who reads its output to the end
     # must not wait for the upload. Appended to, because another process may be running already.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    log = os.open(f"{directory}/{LOG_NAME}", flags, 0o600)
+    log = os.open(f"{directory}/{LOG_NAME}", APPEND_FILE, 0o600)
     try:
         return subprocess.Popen(
             module_command(_MODULE, save_dir, msgspec.json.encode(order).decode()),

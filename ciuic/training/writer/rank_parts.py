@@ -75,7 +75,7 @@ def report_part(repository: str, joint_save: JointSave) -> Iterator[PartReport]:
     folder = _folder(repository, joint_save.token)
     os.makedirs(folder, 0o700, exist_ok=True)
     name = f"{folder}/{joint_save.rank}"
-    fd = os.open(f"{name}.begin", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    fd = os.open(f"{name}.begin", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         # Locked under another name first: a report that appears under its own name must never be seen
         # unlocked and empty, which would mean a dead writer.
@@ -176,7 +176,7 @@ def _read_report(path: str, rank: int, deadline: _Deadline) -> list[StoredFile]:
 
 def _read_if_unlocked(path: str) -> bytes | None:
     """Return the content of a report; None while its writer holds the lock."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDWR)
     try:
         # Non-blocking: a lock that is waited for could not be given up at the deadline.
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

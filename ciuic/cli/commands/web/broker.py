@@ -37,7 +37,7 @@ from ciuic.protocol.control_types import rfc3339
 from ciuic.protocol.http_server import Reply, Request, document, refusal
 from ciuic.structs import decode_json
 from ciuic.system.child_process import environment
-from ciuic.system.disk import Disk
+from ciuic.system.disk import APPEND_FILE, Disk
 from ciuic.system.shell_quoting import word
 from ciuic.types import SnapshotId
 
@@ -119,7 +119,7 @@ class ActionLog:
         if not is_new and self.path.stat().st_size > _MAX_LOG_BYTES:
             os.replace(self.path, self.path.with_name(f"{_LOG_NAME}.1"))
             is_new = True
-        fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fd = os.open(self.path, APPEND_FILE, 0o600)
         try:
             # A line that a crash has cut short has no end.
             os.write(fd, b"\n" * self._is_cut_short() + msgspec.json.encode(line) + b"\n")
