@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from support.late_modules import LateModule, torch
+from support.leftovers import living_children
 from support.rank_processes import Ranks
+from support.until import until
 
 from ciuic import SnapshotManager
 from ciuic.cli.app import cli
@@ -49,8 +51,15 @@ class Hosts:
 
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> Hosts:
-    return Hosts(tmp_path)
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    yield Hosts(tmp_path)
+    # An upload outlives the manager that started it, and ends by itself.
+    until(
+        "the end of the uploads",
+        lambda: (
+            not any("training.remote.upload_process" in command for command in living_children().values())
+        ),
+    )
 
 
 def _newest_member(directory: str) -> SetMember | None:
