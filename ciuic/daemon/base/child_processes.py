@@ -1,4 +1,4 @@
-"""Child processes of the daemon: which one the kernel kills first, how one ended, and the channel of its urgency.
+"""Child processes of the daemon: which one the kernel kills first, when another one is started, and the channel of its urgency.
 
 Standard input of a capture or upkeep process carries the job as one line of JSON, then an `Urgency` a line
 whenever it changes.
@@ -28,12 +28,19 @@ from ciuic.system.urgency import Urgency
 # Pause between two updates of the precedence: the least share takes tens of seconds to change by a nice
 # value.
 _PERIOD_SECONDS: Final = 1.0
+# The first attempts follow at once, because what the process does is missing meanwhile; a lasting cause is tried twice a minute.
+RESTART_SECONDS: Final = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _PIECE_BYTES: Final = 65536
 _decoder: Final = json_decoder(Urgency)
 
 # Adjustment of the out-of-memory score: 0 is the job's, 1000 is killed before everything else
 # (proc_pid_oom_score_adj(5)).
 EXPENDABLE_OOM_SCORE_ADJ: Final = "500"
+
+
+def restart_pause_seconds(failures: int) -> float:
+    """Return the pause before another process is started, by the number of those that ended in a row."""
+    return RESTART_SECONDS[min(failures, len(RESTART_SECONDS)) - 1]
 
 
 def mark_expendable(pid: int) -> None:
