@@ -11,7 +11,6 @@ by itself.
 from __future__ import annotations
 
 import os
-import select
 import threading
 import time
 from contextlib import suppress
@@ -22,6 +21,7 @@ import msgspec
 
 from ciuic.structs import json_decoder
 from ciuic.system.io_throttle import Pace
+from ciuic.system.poll import readable
 from ciuic.system.precedence import Precedence
 from ciuic.system.urgency import Urgency
 
@@ -78,10 +78,7 @@ class JobInput:
             # Slept all the same: the priority rises with time, whether or not a line can come.
             time.sleep(wait_seconds)
             return []
-        # select(2) refuses descriptors above 1023.
-        poll = select.poll()
-        poll.register(self._fd, select.POLLIN)
-        if poll.poll(round(wait_seconds * 1000)):
+        if readable(self._fd, wait_seconds):
             self._receive()
         *lines, self._rest = self._rest.split(b"\n")
         return lines
