@@ -55,7 +55,7 @@ def make(top: Path, mib: int, small: int) -> None:
     from ciuic.remote.access import init_remote
     from ciuic.remote.objects.directory_objects import DirectoryObjects
     from ciuic.remote.replication import Replication
-    from ciuic.remote.uploader import Labels
+    from ciuic.remote.uploader import Labels, Persistence
     from ciuic.repository import Repository
     from ciuic.repository.pack_directory import Packs
 
@@ -80,7 +80,7 @@ def make(top: Path, mib: int, small: int) -> None:
         Replication(
             *(repository, packs, config, top / "state"),
             host="host",
-            stop=threading.Event(),
+            persist=Persistence(threading.Event()),
             labels=lambda repository, snapshot: Labels(),
         ).catch_up(remote)
 

@@ -27,7 +27,7 @@ from ciuic.remote.reading.opening import read_remote
 from ciuic.remote.remote_index import RemoteIndex
 from ciuic.remote.upkeep.collect import CollectedSpace, collect_remote
 from ciuic.remote.upkeep.collection_round import CollectionPolicy
-from ciuic.remote.uploader import UncommittedPacks, UploadedSnapshot, Uploader
+from ciuic.remote.uploader import Persistence, UncommittedPacks, UploadedSnapshot, Uploader
 from ciuic.remote.writer_log import WriterLog, WriterPosition
 from ciuic.repository import Repository, Writer
 from ciuic.repository.pack_directory import Packs
@@ -79,7 +79,7 @@ class FleetHost:
             self.index,
             UncommittedPacks(str(directory)),
             host=self.name,
-            stop=threading.Event(),
+            persist=Persistence(threading.Event()),
         )
         self.reader = LogReader(
             remote.objects, remote.sealer, cache_path=str(directory / "logs"), skip_damaged=True

@@ -54,7 +54,6 @@ _SNAPSHOT_SECONDS: Final = 5.0
 _GRACE_SECONDS: Final = 10.0
 _MAX_IN_VAIN: Final = 3
 """Ends without a step beyond the last hang: a batch that hangs each time must not use up the launcher's restarts."""
-_POLL_SECONDS: Final = 0.1
 
 
 class Pulse(NamedTuple):
@@ -357,8 +356,8 @@ class HungRanks:
         for rank in self._living():
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(rank.life, number)
-        while self._living() and time.monotonic() < end:
-            time.sleep(_POLL_SECONDS)
+        for rank in self._living():
+            readable(rank.life, max(0.0, end - time.monotonic()))
 
     def _close(self) -> None:
         for rank in self._ranks:

@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, NamedTuple, NoReturn
 
 from ciuic.cli.shared.messages import shown_text
 from ciuic.errors import CiuicError
-from ciuic.system.poll import readable
+from ciuic.system.poll import readable, wait_until
 
 Level = Literal["ok", "warning", "problem"]
 
@@ -172,8 +172,7 @@ def _read(fd: int, deadline: float) -> bytes:
 
 def _reap(child: int, deadline: float) -> None:
     # Within the limit, too: the child may hang in closing its files.
-    while os.waitpid(child, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
-        time.sleep(_REAP_PAUSE_SECONDS)
+    wait_until(lambda: os.waitpid(child, os.WNOHANG)[0], deadline - time.monotonic(), _REAP_PAUSE_SECONDS)
 
 
 def _look_at(place: Path | str) -> None:

@@ -22,7 +22,7 @@ import msgspec
 import structlog
 import trio
 
-from ciuic.daemon.base.events import Alerts
+from ciuic.daemon.base.events import Alerts, repeat
 from ciuic.daemon.base.job_process import job_process
 from ciuic.daemon.base.settings import Settings
 from ciuic.daemon.jobs import DrillJob, job_command
@@ -120,12 +120,7 @@ class Drills:
 
     async def run(self) -> None:
         """Look every minute whether a drill is due, until cancelled."""
-        while True:
-            try:
-                await self.once()
-            except Exception:
-                log.exception("drill_failed")  # a defect there must not end the service
-            await trio.sleep(_PERIOD_SECONDS)
+        await repeat(self.once, _PERIOD_SECONDS, "drill_failed")
 
     async def once(self) -> None:
         """Do a drill if one is due and nothing speaks against it. Outcomes become alerts."""

@@ -19,7 +19,7 @@ import structlog
 import trio
 
 from ciuic import STATE_DIR_NAME
-from ciuic.daemon.base.events import KEY_MISSING, Alerts
+from ciuic.daemon.base.events import KEY_MISSING, Alerts, repeat
 from ciuic.daemon.base.repository_store import LastSnapshot, Store
 from ciuic.daemon.parts import DaemonParts
 from ciuic.daemon.roots.worker_process import OverlayWorker
@@ -96,12 +96,7 @@ class DaemonHousekeeping:
 
     async def run(self) -> None:
         """Check every `_PERIOD_SECONDS`, until cancelled."""
-        while True:
-            await trio.sleep(_PERIOD_SECONDS)
-            try:
-                await self.once()
-            except Exception:
-                log.exception("housekeeping_failed")  # the next round may do better; the service goes on
+        await repeat(self.once, _PERIOD_SECONDS, "housekeeping_failed", first_seconds=_PERIOD_SECONDS)
 
     async def once(self) -> None:
         """Do one round of checks."""

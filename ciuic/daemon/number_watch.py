@@ -16,7 +16,7 @@ import structlog
 import trio
 
 from ciuic.config import WatchNumber
-from ciuic.daemon.base.events import Alerts
+from ciuic.daemon.base.events import Alerts, repeat
 from ciuic.daemon.base.job_process import job_process
 from ciuic.daemon.base.settings import Settings
 from ciuic.daemon.jobs import NumberJob, job_command
@@ -70,12 +70,7 @@ class NumberWatch:
 
     async def run(self) -> None:
         """Look until cancelled. Changes of the configuration take effect."""
-        while True:
-            try:
-                await self.once()
-            except Exception:
-                log.exception("numbers_not_read")  # a defect there must not end the service
-            await trio.sleep(_PERIOD_SECONDS)
+        await repeat(self.once, _PERIOD_SECONDS, "numbers_not_read")
 
     async def once(self) -> None:
         """Read what has come, and report troubles."""

@@ -62,12 +62,13 @@ from ciuic.protocol.peer_socket import Caller, Queued, is_safe_to_close
 from ciuic.protocol.watch_client import MAX_FDS
 from ciuic.structs import decode_json, decode_msgpack
 from ciuic.system import privileges, processes
+from ciuic.system.poll import readable
 from ciuic.system.syscall_profiles import limit_receiver
 from ciuic.system.unix_sockets import receive, rights
 
 # Time limit for a forked process to close inherited descriptors, which takes less than a millisecond unless
 # the host is overloaded.
-_READY_MS: Final = 2000
+_READY_SECONDS: Final = 2.0
 # A helper that cannot deliver in this time ends, and its caller gets an error.
 _DELIVER_MS: Final = 3000
 # Lowest descriptor number that is used; 0 to 2 are /dev/null and the log.
@@ -153,9 +154,7 @@ def _fork_helper(
 
 
 def _is_ready(go: socket.socket) -> bool:
-    poll = select.poll()
-    poll.register(go, select.POLLIN)
-    return bool(poll.poll(_READY_MS)) and go.recv(1) == b"r"
+    return readable(go.fileno(), _READY_SECONDS) and go.recv(1) == b"r"
 
 
 def _live(task: str, fds: Sequence[int], number: int, caller: Caller, max_message_bytes: int) -> NoReturn:

@@ -23,7 +23,7 @@ import msgspec
 import structlog
 import trio
 
-from ciuic.daemon.base.child_processes import mark_expendable
+from ciuic.daemon.base.child_processes import mark_expendable, restart_pause_seconds
 from ciuic.daemon.base.events import Alerts
 from ciuic.daemon.peer_messages import (
     MAX_MESSAGE_BYTES,
@@ -54,9 +54,7 @@ _START_SECONDS: Final = 60.0
 SILENT_SECONDS: Final = 20.0
 # Time for a receiver to end after its channel was closed, and again after SIGKILL.
 _END_SECONDS: Final = 2.0
-# Pauses before a further receiver, by the number of those that ended in a row; one that lived for
-# _STABLE_SECONDS ends the row.
-BACKOFF_SECONDS: Final = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+# Life of a receiver that ends a row of those that ended.
 _STABLE_SECONDS: Final = 60.0
 # Receivers that were killed and did not end. With so many the socket is not served until one of them has.
 _MAX_LEFT_BEHIND: Final = 4
@@ -141,7 +139,7 @@ class PeerServer:
                     log.exception("receiver_given_up", socket=self._name)
                     self._report(f"its process was ended after a defect: {error!r}")
                 failures = 1 if trio.current_time() - began >= _STABLE_SECONDS else failures + 1
-                await trio.sleep(BACKOFF_SECONDS[min(failures, len(BACKOFF_SECONDS)) - 1])
+                await trio.sleep(restart_pause_seconds(failures))
                 await self._room_to_fail()
 
     async def _run_one(self) -> None:

@@ -25,7 +25,7 @@ import structlog
 import trio
 
 from ciuic.config import PreemptionConfig
-from ciuic.daemon.base.events import Alerts, EventBus
+from ciuic.daemon.base.events import Alerts, EventBus, repeat
 from ciuic.daemon.base.job_process import job_process
 from ciuic.daemon.base.settings import Settings
 from ciuic.daemon.jobs import NoticeJob, NoticeLine, job_command
@@ -141,7 +141,9 @@ class Preemption:
         """Listen to the services of the configuration until cancelled. Changes of the configuration take effect."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._expire)
-            nursery.start_soon(self._try_again)
+            nursery.start_soon(
+                repeat, self._make_up, _PERIOD_SECONDS, "preemption_not_made_up", _PERIOD_SECONDS
+            )
             while True:
                 config = self._settings().preemption
                 if not config.clouds:
@@ -276,14 +278,6 @@ class Preemption:
                 announce(place, notice.by_seconds - time.monotonic(), notice.cause)
 
         await self._with_upload(tell)
-
-    async def _try_again(self) -> None:
-        while True:
-            await trio.sleep(_PERIOD_SECONDS)
-            try:
-                await self._make_up()
-            except Exception:
-                log.exception("preemption_not_made_up")  # a defect there must not end the service
 
     async def _make_up(self) -> None:
         """Take the snapshot that failed, and tell an upload that has come since, if an end is still to come."""

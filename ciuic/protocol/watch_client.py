@@ -26,7 +26,7 @@ from ciuic.errors import CiuicError, NotPermitted, Unreachable
 from ciuic.protocol.peer_socket import Refused, runtime_dir
 from ciuic.structs import decode_msgpack
 from ciuic.system import service_manager
-from ciuic.system.poll import readable, receive_queued
+from ciuic.system.poll import readable, receive_queued, wait_until
 from ciuic.system.unix_sockets import rights
 
 SOCKET_NAME: Final = "watch.sock"
@@ -186,9 +186,7 @@ class Registration:
         if not self._was_known or self._refused:
             self._tried.wait(ANSWER_SECONDS)
             return
-        deadline = time.monotonic() + seconds
-        while not self.is_known() and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+        wait_until(self.is_known, seconds, _POLL_SECONDS)
 
     def is_known(self) -> bool:
         """Return whether a daemon that has answered lives."""

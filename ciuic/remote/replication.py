@@ -89,11 +89,11 @@ from ciuic.remote.uploader import (
     ClosedPack,
     Labels,
     Overtaken,
+    Persistence,
     Stopped,
     UncommittedPacks,
     UploadedSnapshot,
     Uploader,
-    persist,
 )
 from ciuic.remote.writer_log import SEVERAL_WRITERS, LogRotation, WriterLog, WriterState
 from ciuic.repository import Repository, SnapshotInfo
@@ -129,10 +129,9 @@ class Replication:
         state_dir: Path,
         *,
         host: str,
-        stop: threading.Event,
+        persist: Persistence,
         labels: Callable[[Repository, Snapshot], Labels],
         step: Callable[[], None] = lambda: None,
-        problem: Callable[[str], None] = lambda text: None,
         uploaded: Callable[[UploadedSnapshot], None] = lambda snapshot: None,
         waiting: Callable[[Waiting], None] = lambda waiting: None,
         other_writers: Callable[[int], None] = lambda number: None,
@@ -140,7 +139,6 @@ class Replication:
         doubted: Callable[[str], None] = lambda text: None,
         unreadable: Callable[[str], None] = lambda text: None,
         again: Collection[str] = (),
-        max_refusals: int | None = None,
         deadlines: DeadlineWatch | None = None,
         rate: Callable[[], WriteRate] = WriteRate,
         forecast: Callable[[UploadForecast | None], None] = lambda forecast: None,
@@ -154,10 +152,9 @@ class Replication:
             config: The remote's part of the configuration.
             state_dir: State directory of the process, in which the remote has a directory of its name.
             host: Name for people.
-            stop: Set when the process has to end.
+            persist: Repeats requests, until the process has to end.
             labels: Names a snapshot for people.
             step: Called between pieces of work.
-            problem: Told in words what is waited for; with an empty text when it is over.
             uploaded: Called after each commit.
             waiting: Told what the remote lacks, whenever that changes.
             other_writers: Told how many other logs commit snapshots of this repository.
@@ -165,7 +162,6 @@ class Replication:
             doubted: Told in words why the remote is not what this host knows it to be; nothing counts as stored from then on.
             unreadable: Told in words which snapshot could not be read here; with an empty text when none is left.
             again: Snapshots to upload although an operator gave them up.
-            max_refusals: As in `persist`.
             deadlines: Tells of the end of this machine; None: it has none.
             rate: Returns how fast the store takes objects.
             forecast: Told what the remote will have at a deadline; None: there is none any more.
@@ -176,10 +172,9 @@ class Replication:
         self._config = config
         self._state_dir = state_dir
         self._host = host
-        self._stop = stop
+        self._persist = persist
         self._labels = labels
         self._step = step
-        self._problem = problem
         self._uploaded = uploaded
         self._waiting = waiting
         self._other_writers = other_writers
@@ -187,7 +182,6 @@ class Replication:
         self._doubted = doubted
         self._unreadable = unreadable
         self._again = frozenset(again)
-        self._max_refusals = max_refusals
         self._deadlines = deadlines or DeadlineWatch(None)
         self._rate = rate
         self._forecast = forecast
@@ -235,9 +229,9 @@ class Replication:
             DamagedRemote: the remote is not what this host knows it to be.
         """
         try:
-            while not self._stop.is_set():
+            while not self._persist.stop.is_set():
                 with self._trusting(), self._open(remote) as uploader:
-                    while not self._stop.is_set() and not self._has_lost():
+                    while not self._persist.stop.is_set() and not self._has_lost():
                         seen = self._begin_round(uploader)
                         try:
                             for info in self._next(uploader):
@@ -321,7 +315,7 @@ class Replication:
         self._holed = set()
         for id_ in sorted(self._unsure):
             self._step()
-            if self._stop.is_set():
+            if self._persist.stop.is_set():
                 raise Stopped
             # What cannot be read here is not asked for; `ciuic check --remote` reads it there.
             with suppress(NotFound, Damaged):
@@ -359,9 +353,6 @@ class Replication:
         if self._plan is not None and self._changes() != self._seen:
             raise Overtaken
         self._look()
-
-    def _persist(self, request: Callable[[], _Result]) -> _Result:
-        return persist(request, self._stop, self._problem, self._max_refusals)
 
     @contextmanager
     def _trusting(self) -> Iterator[None]:
@@ -403,14 +394,12 @@ class Replication:
                 index,
                 UncommittedPacks(str(directory)),
                 host=self._host,
-                stop=self._stop,
+                persist=self._persist,
                 bytes_per_second=self._config.bandwidth_bytes,
                 labels=self._labels,
                 step=self._step,
-                problem=self._problem,
                 stored=self._note_pack,
                 check=self._check_overtaken,
-                max_refusals=self._max_refusals,
             )
             self._place = directory, log
             self._index, self._space = index, space
@@ -754,7 +743,7 @@ class Replication:
         """Return when snapshots came or went, the window opened, or a failed one is due again."""
         began, was_open = time.monotonic(), self._window_is_open()
         deadline = None if self._plan is None else self._plan.deadline
-        while not self._stop.wait(_POLL_SECONDS if deadline is None else LOOK_SECONDS):
+        while not self._persist.stop.wait(_POLL_SECONDS if deadline is None else LOOK_SECONDS):
             if self._changes() != seen or self._window_is_open() != was_open:
                 return
             if self._deadlines.now() != deadline:
@@ -1095,16 +1084,11 @@ class _RemoteUpload:
                 f"{self._repository_dir}/{PACKS_DIR}", bytes.fromhex(repository.id), repository.config.hash
             )
             closing.callback(packs.close)
-            objects = self._store() if once else persist(self._store, self._stop, self._status.problem)
+            persist = Persistence(self._stop, self._status.problem, MAX_REFUSALS if once else None)
+            objects = self._store() if once else persist(self._store)
             secrets = configured_secrets(self._remote)
-            max_refusals = MAX_REFUSALS if once else None
             try:
-                remote = persist(
-                    lambda: open_configured(self._remote, objects, secrets),
-                    self._stop,
-                    self._status.problem,
-                    max_refusals,
-                )
+                remote = persist(lambda: open_configured(self._remote, objects, secrets))
             except (RemoteRefused, RemoteUnreachable):
                 # Nothing is known of what is there.
                 raise
@@ -1134,10 +1118,9 @@ class _RemoteUpload:
                 self._remote,
                 self._state_dir,
                 host=socket.gethostname(),
-                stop=self._stop,
+                persist=persist,
                 labels=self._labels,
                 step=step,
-                problem=self._status.problem,
                 uploaded=self._status.uploaded,
                 waiting=self._status.waiting,
                 other_writers=self._status.other_writers,
@@ -1145,7 +1128,6 @@ class _RemoteUpload:
                 doubted=self._status.failed,
                 unreadable=self._status.unreadable,
                 again=self._again,
-                max_refusals=max_refusals,
                 deadlines=DeadlineWatch(self._state_dir),
                 rate=lambda: WriteRate() if self._counting is None else self._counting.write_rate(),
                 forecast=self._status.forecast,

@@ -165,37 +165,79 @@ class ClosedPack(NamedTuple):
     records: tuple[PackRecord, ...]
 
 
+class Persistence(NamedTuple):
+    """Repetition of requests until the store takes them. Call it with a request."""
+
+    stop: threading.Event
+    """Set when the process has to end; nothing is repeated then."""
+    problem: Callable[[str], None] = lambda text: None
+    """Told in words what is waited for, and with an empty text when it is over."""
+    max_refusals: int | None = None
+    """Refusals that are waited for; None: as many as come, since credentials may be renewed meanwhile."""
+
+    def __call__(self, request: Callable[[], _Result]) -> _Result:
+        """Repeat a request, which may be carried out several times, until the store takes it; return its result.
+
+        Raises:
+            Stopped: ``stop`` was set.
+            RemoteRefused, UntrustedStore: the store refused, or showed a certificate that is none for it, more often than that.
+            NoSuchBucket: the bucket is missing for half a minute.
+        """
+        pause = _FIRST_PAUSE_SECONDS
+        missing_bucket = refusals = 0
+        told = False
+        while True:
+            if self.stop.is_set():
+                raise Stopped
+            try:
+                result = request()
+            # Credentials may be renewed and permissions mended while the uploader runs.
+            except (RemoteUnreachable, RemoteRefused) as error:
+                refusals += isinstance(error, (RemoteRefused, UntrustedStore))
+                if self.max_refusals is not None and refusals > self.max_refusals:
+                    raise
+                self.problem(error.message)
+                told = True
+            except NoSuchBucket as error:
+                # A server that starts says so for some seconds, but a wrong name is none to wait for.
+                missing_bucket += 1
+                if missing_bucket > _MAX_MISSING_BUCKET:
+                    raise
+                self.problem(error.message)
+                told = True
+            else:
+                if told:
+                    self.problem("")
+                return result
+            self.stop.wait(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
 class Outbox:
     """Sender of packs. `hand_over` and `wait` belong to one thread."""
 
     def __init__(
         self,
         objects: Objects,
-        stop: threading.Event,
+        persist: Persistence,
         size: PackSize,
         *,
-        problem: Callable[[str], None] = lambda text: None,
         check: Callable[[], None] = lambda: None,
-        max_refusals: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start the threads.
 
         Args:
             objects: Store.
-            stop: Set when the uploader ends; then nothing is sent again.
+            persist: Repeats requests.
             size: Told how long each pack took.
-            problem: Told in words what sending waits for; with an empty text when it goes on.
             check: Called after each pack by those that wait; ends the wait by raising.
-            max_refusals: As in `persist`.
             clock: Monotonic clock.
         """
         self._objects = objects
-        self._stop = stop
+        self._persist = persist
         self._size = size
-        self._problem = problem
         self._check = check
-        self._max_refusals = max_refusals
         self._clock = clock
         self._packs: queue.SimpleQueue[ClosedPack | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -299,56 +341,7 @@ class Outbox:
                 raise _RefusedPack from None
             self._size.stored(pack.size_bytes, self._clock() - began)
 
-        persist(put, self._stop, self._problem, self._max_refusals)
-
-
-def persist(
-    request: Callable[[], _Result],
-    stop: threading.Event,
-    problem: Callable[[str], None] = lambda text: None,
-    max_refusals: int | None = None,
-) -> _Result:
-    """Repeat a request until the store takes it, and return its result.
-
-    Args:
-        request: May be carried out several times.
-        stop: Ends the repetition.
-        problem: Told in words what is waited for, and with an empty text when it is over.
-        max_refusals: Refusals that are waited for; None: as many as come, since credentials may be renewed meanwhile.
-
-    Raises:
-        Stopped: ``stop`` was set.
-        RemoteRefused, UntrustedStore: the store refused, or showed a certificate that is none for it, more often than that.
-        NoSuchBucket: the bucket is missing for half a minute.
-    """
-    pause = _FIRST_PAUSE_SECONDS
-    missing_bucket = refusals = 0
-    told = False
-    while True:
-        if stop.is_set():
-            raise Stopped
-        try:
-            result = request()
-        # Credentials may be renewed and permissions mended while the uploader runs.
-        except (RemoteUnreachable, RemoteRefused) as error:
-            refusals += isinstance(error, (RemoteRefused, UntrustedStore))
-            if max_refusals is not None and refusals > max_refusals:
-                raise
-            problem(error.message)
-            told = True
-        except NoSuchBucket as error:
-            # A server that starts says so for some seconds, but a wrong name is none to wait for.
-            missing_bucket += 1
-            if missing_bucket > _MAX_MISSING_BUCKET:
-                raise
-            problem(error.message)
-            told = True
-        else:
-            if told:
-                problem("")
-            return result
-        stop.wait(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        self._persist(put)
 
 
 _UNCOMMITTED_FILE: Final = "uncommitted"
@@ -727,15 +720,13 @@ class Uploader:
         uncommitted: UncommittedPacks,
         *,
         host: str,
-        stop: threading.Event,
+        persist: Persistence,
         bytes_per_second: float | None = None,
         labels: Callable[[Repository, Snapshot], Labels] = lambda repository, snapshot: Labels(),
         step: Callable[[], None] = lambda: None,
-        problem: Callable[[str], None] = lambda text: None,
         sent: Callable[[int], None] = lambda size_bytes: None,
         stored: Callable[[ClosedPack], None] = lambda pack: None,
         check: Callable[[], None] = lambda: None,
-        max_refusals: int | None = None,
     ) -> None:
         """Take the parts; `begin` contacts the remote.
 
@@ -747,15 +738,13 @@ class Uploader:
             index: Index of that space.
             uncommitted: Packs that earlier processes stored, and that no commit names.
             host: Name for people.
-            stop: Set when the uploader has to end.
+            persist: Repeats requests.
             bytes_per_second: Limit of the rate; None for none.
             labels: Names a snapshot for people.
             step: Called between pieces of work; pauses while others need the disk.
-            problem: Told in words what is waited for; with an empty text when it is over.
             sent: Told of bytes that were handed over to be sent.
             stored: Called with each pack that was stored.
             check: Called between pieces of work and after each pack; ends an upload by raising `Overtaken`.
-            max_refusals: As in `persist`.
         """
         self._repository = repository
         self._copies = _LocalCopies(repository, packs)
@@ -764,14 +753,12 @@ class Uploader:
         self._index = index
         self._uncommitted = uncommitted
         self._host = host
-        self._stop = stop
+        self._persist = persist
         self._labels = labels
         self._step = step
-        self._problem = problem
         self._sent = sent
         self._stored = stored
         self._check = check
-        self._max_refusals = max_refusals
         self._whole = _WholeSnapshots()
         self._size = PackSize(bytes_per_second)
         self._checked = -1
@@ -893,14 +880,7 @@ class Uploader:
         self._persist(lambda: self._log.remove(manifests))
 
     def _store_chunks(self, snapshot: Snapshot) -> int:
-        outbox = Outbox(
-            self._remote.objects,
-            self._stop,
-            self._size,
-            problem=self._problem,
-            check=self._check,
-            max_refusals=self._max_refusals,
-        )
+        outbox = Outbox(self._remote.objects, self._persist, self._size, check=self._check)
 
         def stored(pack: ClosedPack) -> None:
             self._uncommitted.add(pack)
@@ -959,6 +939,3 @@ class Uploader:
                 checked=checked,
             )
         )
-
-    def _persist(self, request: Callable[[], _Result]) -> _Result:
-        return persist(request, self._stop, self._problem, self._max_refusals)

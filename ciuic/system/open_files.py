@@ -76,17 +76,10 @@ def find_open_files(
         return []
     end = time.monotonic() + max_seconds
     found: dict[tuple[bytes, int], OpenFile] = {}
-    done = threading.Event()
-
-    def search() -> None:
-        try:
-            _search(tops, found, end, proc)
-        finally:
-            done.set()
-
     # A process that waits for a hung mount may hold what a read of its maps or of its command line waits for.
-    threading.Thread(target=search, name="open files", daemon=True).start()
-    done.wait(max_seconds)
+    search = threading.Thread(target=_search, args=(tops, found, end, proc), name="open files", daemon=True)
+    search.start()
+    search.join(max_seconds)
     return sorted(dict(found).values())
 
 

@@ -1,4 +1,6 @@
-"""Wait until a descriptor can be read, whatever its number; receive what a peer sent before it closed the connection.
+"""Wait until a descriptor can be read, whatever its number, or until something holds that no event tells of.
+
+Also: receive what a peer sent before it closed the connection.
 
 select(2) refuses descriptors from 1024 on, and the process of a large training has such.
 """
@@ -6,6 +8,7 @@ select(2) refuses descriptors from 1024 on, and the process of a large training 
 from __future__ import annotations
 
 import select
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -13,10 +16,23 @@ _Received = TypeVar("_Received")
 
 
 def readable(fd: int, timeout_seconds: float = 0.0) -> bool:
-    """Wait until a read of ``fd`` would return at once: there is data, the end, or an error. False after the time-out."""
+    """Wait until a read of ``fd`` would return at once: there is data, the end, or an error.
+
+    False after the time-out; a negative one is none.
+    """
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(timeout_seconds * 1000))
+
+
+def wait_until(holds: Callable[[], object], timeout_seconds: float, pause_seconds: float) -> bool:
+    """Call ``holds`` until it returns something true, at least once; return whether it did before the time-out."""
+    deadline = time.monotonic() + timeout_seconds
+    while not holds():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause_seconds)
+    return True
 
 
 def receive_queued(receive: Callable[[], _Received]) -> _Received:

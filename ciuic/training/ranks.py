@@ -38,6 +38,7 @@ import xxhash
 
 from ciuic.structs import decode_msgpack
 from ciuic.system.disk import open_regular
+from ciuic.system.poll import wait_until
 from ciuic.system.processes import boot_id
 from ciuic.training.format import structure, tensors
 from ciuic.training.format.tensors import Array, ArrayBuffer
@@ -518,10 +519,8 @@ class Ranks:
             names = [str(rank) for rank in others]
             # Each call site counts for itself: most programs save on rank 0 alone, and pay these
             # seconds once.
-            end = time.monotonic() + (0.0 if call_site in self._solo_call_sites else _COME_SECONDS)
-            while not (here := bool(store.check(names))) and time.monotonic() < end:
-                time.sleep(_POLL_SECONDS)
-            if not here:
+            seconds = 0.0 if call_site in self._solo_call_sites else _COME_SECONDS
+            if not wait_until(lambda: store.check(names), seconds, _POLL_SECONDS):
                 if call_site not in self._solo_call_sites:
                     log.warning(
                         "ciuic: save_snapshot is called on rank 0 alone at %s: the snapshot lacks generators and positions "
@@ -650,12 +649,7 @@ class Ranks:
             store = self._open_keys("durable", *mine)
             for name in mine:
                 store.set(name, "1")
-            end = time.monotonic() + seconds
-            while not store.check(names):
-                if time.monotonic() > end:
-                    return False
-                time.sleep(_POLL_SECONDS)
-            return True
+            return wait_until(lambda: store.check(names), seconds, _POLL_SECONDS)
 
     def _all_arrive(self, where: str, seconds: float, what: str) -> bool:
         with _errors_as_ranks_apart():

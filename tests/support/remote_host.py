@@ -25,7 +25,7 @@ from ciuic.remote.objects.model import Objects
 from ciuic.remote.reading.opening import ReadableRemote, read_remote
 from ciuic.remote.replication import Replication
 from ciuic.remote.sealing.sealer import MasterKey
-from ciuic.remote.uploader import Labels
+from ciuic.remote.uploader import Labels, Persistence
 from ciuic.repository import Repository
 from ciuic.repository.pack_directory import Packs
 from ciuic.types import Snapshot
@@ -97,9 +97,8 @@ class RemoteHost:
             RemoteConfig(name="remote", url="memory://unused"),
             self._place / "state",
             host=self.name,
-            stop=stop or threading.Event(),
+            persist=Persistence(stop or threading.Event(), problem),
             labels=labels,
-            problem=problem,
             again=again,
         ).catch_up(self.remote)
 

@@ -44,7 +44,7 @@ from ciuic.remote.sealing.passphrase_key import Argon2Cost
 from ciuic.remote.sealing.sealer import MasterKey, Sealer
 from ciuic.remote.upkeep.collect import collect_remote, give_up_snapshots, resolve_snapshots
 from ciuic.remote.upkeep.collection_round import CollectionPolicy
-from ciuic.remote.uploader import Labels
+from ciuic.remote.uploader import Labels, Persistence
 from ciuic.repository import Repository, Writer
 from ciuic.repository.identity import Identity
 from ciuic.repository.model import PackRecord
@@ -343,6 +343,6 @@ def upload(
         RemoteConfig(name="remote", url="file:///unused"),
         state,
         host=host,
-        stop=threading.Event(),
+        persist=Persistence(threading.Event()),
         labels=lambda _repository, _snapshot: labels or Labels(),
     ).catch_up(remote)

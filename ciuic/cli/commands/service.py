@@ -30,6 +30,7 @@ from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.overlay_fate import in_use, overlay_fate, remedy
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError, NotPermitted, Partial, Unreachable
+from ciuic.system.poll import wait_until
 
 if TYPE_CHECKING:
     from ciuic.protocol.control_types import ReloadReport, StatusDocument
@@ -226,9 +227,7 @@ def _await_end(session: Session, before: StatusDocument) -> None:
     except (Unreachable, NotPermitted):
         pass
     lock = _lock_file(session)
-    deadline = time.monotonic() + _LOCK_SECONDS
-    while lock.exists() and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
+    wait_until(lambda: not lock.exists(), _LOCK_SECONDS, _POLL_SECONDS)
 
 
 def _lock_file(session: Session) -> Path:

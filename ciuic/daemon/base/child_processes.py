@@ -1,4 +1,4 @@
-"""Child processes of the daemon: which one the kernel kills first, how one ended, and the channel of its urgency.
+"""Child processes of the daemon: which one the kernel kills first, when another one is started, and the channel of its urgency.
 
 Standard input of a capture or upkeep process carries the job as one line of JSON, then an `Urgency` a line
 whenever it changes.
@@ -11,7 +11,6 @@ by itself.
 from __future__ import annotations
 
 import os
-import select
 import threading
 import time
 from contextlib import suppress
@@ -22,18 +21,26 @@ import msgspec
 
 from ciuic.structs import json_decoder
 from ciuic.system.io_throttle import Pace
+from ciuic.system.poll import readable
 from ciuic.system.precedence import Precedence
 from ciuic.system.urgency import Urgency
 
 # Pause between two updates of the precedence: the least share takes tens of seconds to change by a nice
 # value.
 _PERIOD_SECONDS: Final = 1.0
+# The first attempts follow at once, because what the process does is missing meanwhile; a lasting cause is tried twice a minute.
+RESTART_SECONDS: Final = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _PIECE_BYTES: Final = 65536
 _decoder: Final = json_decoder(Urgency)
 
 # Adjustment of the out-of-memory score: 0 is the job's, 1000 is killed before everything else
 # (proc_pid_oom_score_adj(5)).
 EXPENDABLE_OOM_SCORE_ADJ: Final = "500"
+
+
+def restart_pause_seconds(failures: int) -> float:
+    """Return the pause before another process is started, by the number of those that ended in a row."""
+    return RESTART_SECONDS[min(failures, len(RESTART_SECONDS)) - 1]
 
 
 def mark_expendable(pid: int) -> None:
@@ -71,10 +78,7 @@ class JobInput:
             # Slept all the same: the priority rises with time, whether or not a line can come.
             time.sleep(wait_seconds)
             return []
-        # select(2) refuses descriptors above 1023.
-        poll = select.poll()
-        poll.register(self._fd, select.POLLIN)
-        if poll.poll(round(wait_seconds * 1000)):
+        if readable(self._fd, wait_seconds):
             self._receive()
         *lines, self._rest = self._rest.split(b"\n")
         return lines

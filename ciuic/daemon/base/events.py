@@ -1,4 +1,4 @@
-"""Events and alerts of the daemon, and the signal that wakes one of its tasks.
+"""Events and alerts of the daemon, the signal that wakes one of its tasks, and the rounds of those that look again and again.
 
 State changes go to the control API's event stream, the metrics and the alert hook. Alerts are for the
 operator: conditions with a beginning, a remedy, and an end.
@@ -12,9 +12,11 @@ one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
+import structlog
 import trio
 
 from ciuic.protocol.control_types import Alert, Event, Incident, Severity, SnapshotState, rfc3339
@@ -22,6 +24,7 @@ from ciuic.protocol.control_types import Alert, Event, Incident, Severity, Snaps
 # Events that wait for one listener. A progress event comes twice a second, so this is about two minutes of a
 # capture.
 BACKLOG = 256
+log = structlog.get_logger(__name__)
 
 
 class Subscription:
@@ -171,3 +174,23 @@ class Wakeup:
         await self._event.wait()
         # Reset before the task looks at what it has to do, so that what comes during the look wakes it again.
         self._event = trio.Event()
+
+
+async def repeat(
+    once: Callable[[], Awaitable[object]], pause_seconds: float, defect: str, first_seconds: float = 0.0
+) -> NoReturn:
+    """Call `once` again and again, until cancelled. A defect in it must not end the service, nor the rounds to come.
+
+    Args:
+        once: does one round.
+        pause_seconds: pause between two rounds.
+        defect: name of the log's event about a round that raised.
+        first_seconds: pause before the first round.
+    """
+    await trio.sleep(first_seconds)
+    while True:
+        try:
+            await once()
+        except Exception:
+            log.exception(defect)
+        await trio.sleep(pause_seconds)

@@ -21,7 +21,7 @@ import structlog
 import trio
 
 from ciuic import SNAPSHOTS_DIR_NAME
-from ciuic.daemon.base.child_processes import mark_expendable
+from ciuic.daemon.base.child_processes import mark_expendable, restart_pause_seconds
 from ciuic.daemon.base.events import Alerts
 from ciuic.daemon.roots.view_process import NAME_TAKEN, UNSUPPORTED, ViewJob
 from ciuic.daemon.roots.worker_process import OverlayWorker, WorkerClient
@@ -32,7 +32,6 @@ from ciuic.system.processes import describe_exit
 
 VIEW_MODULE: Final = "ciuic.daemon.roots.view_process"
 ViewState = Literal["off", "starting", "mounted", "name taken", "unsupported", "failed"]
-_BACKOFF_SECONDS: Final = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 # Longest pause after one that had mounted.
 _DIED_SECONDS: Final = 1.0
 # A process that served for so long ends a row of failures.
@@ -107,7 +106,7 @@ class SnapshotsView:
                     continue
                 failures = 0 if trio.current_time() - began >= _STABLE_SECONDS else failures
                 failures += 1
-                pause = _BACKOFF_SECONDS[min(failures - 1, len(_BACKOFF_SECONDS) - 1)]
+                pause = restart_pause_seconds(failures)
                 # One that had mounted leaves an error behind for those who look: that should be short.
                 pause = min(pause, _DIED_SECONDS) if self.state == "mounted" else pause
                 self._failed(status, failures)

@@ -29,6 +29,7 @@ import structlog
 import trio
 
 import ciuic
+from ciuic.daemon.base.child_processes import restart_pause_seconds
 from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.settings import RootSettings
 from ciuic.daemon.roots.bypass_watch import BypassWatch
@@ -48,9 +49,6 @@ from ciuic.system import service_manager
 from ciuic.system.open_files import describe
 from ciuic.system.processes import describe_exit
 
-# The first attempts follow at once, because the root is unprotected meanwhile; a lasting cause is tried twice
-# a minute.
-BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STOP_TIMEOUT_SECONDS = 60.0
 # Pause between two looks at what is mounted in an overlay that ends when nobody is in it.
 _DEPARTURE_SECONDS = 1.0
@@ -382,7 +380,7 @@ class RootSupervisor:
                 failures = 0 if lived >= STABLE_SECONDS else failures
                 failures += 1
             if not self._stopping:
-                await trio.sleep(BACKOFF_SECONDS[min(failures - 1, len(BACKOFF_SECONDS) - 1)])
+                await trio.sleep(restart_pause_seconds(failures))
 
     async def _establish(self) -> OverlayWorker | None:
         """Mount, or adopt the worker of a predecessor.

@@ -68,7 +68,7 @@ _HELPER = Path(__file__).with_name("flush_helper.py")
 # Tag of a snapshot for which the kernel's cached writes could not all be written back in time.
 TAG_UNFLUSHED = "unflushed"
 # Longest wait for a root to be served again: twice the longest pause between two attempts to mount it
-# (BACKOFF_SECONDS).
+# (RESTART_SECONDS).
 PATIENCE_SECONDS = 60.0
 # A worker is replaced within 0.1 s as a rule, and its supervisor announces no event that covers every way of
 # replacing one.

@@ -15,10 +15,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final
 
 import structlog
-import trio
 
 from ciuic.config import SnapshotWhen
-from ciuic.daemon.base.events import Alerts
+from ciuic.daemon.base.events import Alerts, repeat
 from ciuic.daemon.base.runtime import EventRecord, RuntimeDirectory
 from ciuic.daemon.base.settings import Settings
 from ciuic.daemon.roots.supervisor import RootSupervisor
@@ -131,13 +130,13 @@ class EventSnapshots:
 
     async def run(self) -> None:
         """Look every second, until cancelled."""
-        while True:
-            await trio.sleep(PERIOD_SECONDS)
-            try:
-                # Since boot: a successor goes on with these times.
-                await self.once(time.clock_gettime(time.CLOCK_BOOTTIME))
-            except Exception:
-                log.exception("event_snapshots_failed")  # a defect there must not end the service
+        await repeat(
+            # Since boot: a successor goes on with these times.
+            lambda: self.once(time.clock_gettime(time.CLOCK_BOOTTIME)),
+            PERIOD_SECONDS,
+            "event_snapshots_failed",
+            first_seconds=PERIOD_SECONDS,
+        )
 
     async def once(self, now: float) -> None:
         """Take the counts, and cut what is due.

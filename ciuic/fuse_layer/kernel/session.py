@@ -39,6 +39,7 @@ from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.kernel.negotiation import MAX_WRITE_BYTES
 from ciuic.fuse_layer.system.latency_gauge import LatencyGauge
 from ciuic.fuse_layer.system.pipes import MAX_SPLICED_BYTES, MIN_SPLICED_BYTES, Pipe
+from ciuic.system.poll import wait_until
 
 log = structlog.get_logger(__name__)
 
@@ -302,14 +303,12 @@ class KernelSession:
         """
         # Threads that read a request from now on keep it unanswered (``_one``); those at work are waited for.
         self._parked = True
-        deadline = time.monotonic() + timeout_seconds
-        while time.monotonic() < deadline:
+
+        def is_idle() -> bool:
             with self._lock:
-                working = any(server.busy for server in self._servers)
-            if not working:
-                return True
-            time.sleep(0.002)
-        return False
+                return not any(server.busy for server in self._servers)
+
+        return wait_until(is_idle, timeout_seconds, 0.002)
 
     def invalidate_attributes(self, node: int) -> None:
         """Have the kernel ask for the node's attributes again; its cache of the content stays."""

@@ -66,7 +66,7 @@ class ForkedProcess:
     def wait(self) -> int:
         """Wait for the end of the process, and return its exit status."""
         while (status := self.poll()) is None:
-            time.sleep(_POLL_SECONDS)
+            readable(self.pidfd, -1)
         return status
 
     def kill(self) -> None:

@@ -93,12 +93,9 @@ class Gate:
                     self._end()
             # From here on no operation enters. Those inside go on; waiting for them is part of the hold.
             self._deadline = deadline
-            while self._inside:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    self._end()
-                    raise TimeoutError(f"{self._inside} changing operations did not finish in time")
-                self._changed.wait(left)
+            if not self._changed.wait_for(lambda: not self._inside, deadline - time.monotonic()):
+                self._end()
+                raise TimeoutError(f"{self._inside} changing operations did not finish in time")
             # A token names one hold: a release that comes after the deadline must not end the hold of another
             # controller.
             self._token += 1

@@ -102,7 +102,7 @@ from ciuic.remote.remote_index import RemoteIndex, list_packs, read_tables
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.remote.upkeep.collect import open_collector, operator_log
 from ciuic.remote.upkeep.collection_round import CollectionPolicy
-from ciuic.remote.uploader import Labels, UncommittedPacks, Uploader
+from ciuic.remote.uploader import Labels, Persistence, UncommittedPacks, Uploader
 from ciuic.remote.writer_log import SEVERAL_WRITERS, WriterLog, WriterState, sum_up_log
 from ciuic.repository import Repository, Walker
 from ciuic.repository import log as events
@@ -774,7 +774,7 @@ def _commit_damaged_again(
             index,
             UncommittedPacks(directory),
             host=entry.host,
-            stop=threading.Event(),
+            persist=Persistence(threading.Event()),
             labels=lambda repository, snapshot: labels,
         )
         uploader.begin()

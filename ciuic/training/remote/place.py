@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
@@ -12,6 +11,7 @@ from ciuic.errors import CiuicError, UsageError
 from ciuic.repository import Repository
 from ciuic.repository.model import LOCK_NAME
 from ciuic.repository.repository import UPLOADS_DIR
+from ciuic.system.poll import wait_until
 from ciuic.training import arguments
 from ciuic.training.remote.uploads import UploadOrder
 
@@ -63,11 +63,8 @@ def ensure_repository(path: Path, naming: Callable[[], Naming] | None = None) ->
             Repository.create(path, identity=chosen.identity, block_size=chosen.block_size).close()
     # Another rank was first: it may need some time until the repository is complete.
     except (CiuicError, FileExistsError):
-        end = time.monotonic() + _OTHERS_SECONDS
-        while not Repository.exists(path):
-            if time.monotonic() > end:
-                raise
-            time.sleep(_POLL_SECONDS)
+        if not wait_until(lambda: Repository.exists(path), _OTHERS_SECONDS, _POLL_SECONDS):
+            raise
 
 
 Remotes: TypeAlias = (

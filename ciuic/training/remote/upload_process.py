@@ -25,6 +25,7 @@ from ciuic.remote.replication import run
 from ciuic.remote.upload_status import read_status
 from ciuic.repository import Repository
 from ciuic.structs import decode_json
+from ciuic.system.poll import wait_until
 from ciuic.system.privileges import no_core_files
 from ciuic.training.remote.uploads import LOG_NAME, UploadLock, UploadOrder, labels_of, record_of, state_dir
 
@@ -33,7 +34,7 @@ _POLL_SECONDS: Final = 0.5
 GIVE_UP_SECONDS: Final = 1800.0
 _NICE: Final = 19
 _MAX_LOG_BYTES: Final = 1 << 20
-_TRIES: Final = 20
+_TURN_SECONDS: Final = 1.0
 _TRY_SECONDS: Final = 0.05
 
 
@@ -78,11 +79,7 @@ def _upload(save_dir: str, order: UploadOrder, urgent_nice: int) -> bool:
 def _acquired(uploader: UploadLock) -> bool:
     """Take the lock; return whether no other process has it."""
     # Again: a process that asks whether an upload runs holds it for a moment.
-    for _ in range(_TRIES):
-        if uploader.acquire():
-            return True
-        time.sleep(_TRY_SECONDS)
-    return False
+    return wait_until(uploader.acquire, _TURN_SECONDS, _TRY_SECONDS)
 
 
 def _limit_log(log: Path) -> None:

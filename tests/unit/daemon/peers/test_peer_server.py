@@ -15,6 +15,7 @@ from msgspec import msgpack
 
 from ciuic.daemon import peer_receiver
 from ciuic.daemon import peer_server as server_module
+from ciuic.daemon.base import child_processes
 from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.peer_messages import (
     MAX_MESSAGE_BYTES,
@@ -142,7 +143,7 @@ def test_an_error_in_a_nursery_does_not_end_the_server(monkeypatch: pytest.Monke
             inner.start_soon(fail)
 
     monkeypatch.setattr(server, "_run_one", run_one)
-    monkeypatch.setattr(server_module, "BACKOFF_SECONDS", (0.0,))
+    monkeypatch.setattr(child_processes, "RESTART_SECONDS", (0.0,))
 
     async def main() -> None:
         nonlocal nursery

@@ -8,7 +8,7 @@ import pytest
 
 from ciuic.remote.object_names import new_pack_ref
 from ciuic.remote.objects.memory_objects import MemoryObjects
-from ciuic.remote.uploader import ClosedPack, Outbox, PackSize
+from ciuic.remote.uploader import ClosedPack, Outbox, PackSize, Persistence
 
 
 class _Failing(MemoryObjects):
@@ -27,7 +27,7 @@ def _send(outbox: Outbox, packs: int) -> None:
 @pytest.mark.parametrize("packs", [1, 3])
 def test_a_pack_that_was_not_stored_ends_the_upload(packs: int) -> None:
     """Whoever waits for its packs hears that one was not stored, the last one too."""
-    outbox = Outbox(_Failing("unused"), threading.Event(), PackSize(None))
+    outbox = Outbox(_Failing("unused"), Persistence(threading.Event()), PackSize(None))
     try:
         with pytest.raises(OSError, match="the store has failed"):
             _send(outbox, packs)

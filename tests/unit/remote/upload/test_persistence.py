@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 
 from ciuic.remote.objects.model import RemoteRefused, RemoteUnreachable, UntrustedStore
-from ciuic.remote.uploader import MAX_REFUSALS, persist
+from ciuic.remote.uploader import MAX_REFUSALS, Persistence
 
 
 class NoPause(threading.Event):
@@ -37,9 +37,10 @@ def test_refusals_end_an_upload_that_is_to_end(refusal: type[Exception]) -> None
     stop = NoPause()
     told: list[str] = []
     allowed = _failing(refusal, MAX_REFUSALS)
-    assert persist(allowed, stop, told.append, MAX_REFUSALS) == MAX_REFUSALS + 1
+    persist = Persistence(stop, told.append, MAX_REFUSALS)
+    assert persist(allowed) == MAX_REFUSALS + 1
     assert told[-1] == ""
     with pytest.raises(refusal, match=f"attempt {MAX_REFUSALS + 1}"):
-        persist(_failing(refusal, 1000), stop, told.append, MAX_REFUSALS)
-    assert persist(_failing(RemoteUnreachable, 1000), stop, told.append, MAX_REFUSALS) == 1001
-    assert persist(_failing(refusal, 1000), stop, told.append) == 1001
+        persist(_failing(refusal, 1000))
+    assert persist(_failing(RemoteUnreachable, 1000)) == 1001
+    assert Persistence(stop, told.append)(_failing(refusal, 1000)) == 1001

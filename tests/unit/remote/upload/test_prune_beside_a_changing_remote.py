@@ -36,7 +36,7 @@ from ciuic.remote.objects.model import ObjectInfo, Objects, RemoteUnreachable
 from ciuic.remote.remote_index import RemoteIndex, list_packs
 from ciuic.remote.remote_look import look_at
 from ciuic.remote.replication import Replication
-from ciuic.remote.uploader import Labels
+from ciuic.remote.uploader import Labels, Persistence
 from ciuic.repository import Repository, Walker
 from ciuic.repository.pack_directory import Packs
 from ciuic.retention import RetentionPolicy
@@ -99,7 +99,7 @@ class _Beside:
             self.config,
             self.state,
             host="host",
-            stop=stop or threading.Event(),
+            persist=Persistence(stop or threading.Event()),
             labels=lambda repository, snapshot: Labels(),
             now_ns=self.now_ns,
         )

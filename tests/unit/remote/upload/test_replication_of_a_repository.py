@@ -23,7 +23,7 @@ from ciuic.remote.objects.wrappers import CountingObjects
 from ciuic.remote.pack import RemotePackReader
 from ciuic.remote.replication import Replication
 from ciuic.remote.sealing.sealer import MasterKey
-from ciuic.remote.uploader import Labels, Stopped
+from ciuic.remote.uploader import Labels, Persistence, Stopped
 from ciuic.repository import Repository, Walker
 from ciuic.repository.block_maps import BlockMaps
 from ciuic.repository.chunk_reader import unpack
@@ -165,7 +165,7 @@ class Host:
             ),
             self.path / "state",
             host=self.name,
-            stop=stop or threading.Event(),
+            persist=Persistence(stop or threading.Event()),
             labels=lambda repository, snapshot: Labels(),
         )
 

@@ -31,7 +31,7 @@ from ciuic.remote.upload_deadline import (
     read_deadline,
     withdraw,
 )
-from ciuic.remote.uploader import Stopped
+from ciuic.remote.uploader import Persistence, Stopped
 from ciuic.repository import Repository
 from ciuic.repository.identity import Bytes
 from ciuic.repository.pack_directory import Packs
@@ -114,7 +114,7 @@ def _replicate(
             RemoteConfig(name="remote", url="memory://unused"),
             place / "state",
             host="host",
-            stop=stop,
+            persist=Persistence(stop),
             labels=labels_of,
             deadlines=DeadlineWatch(place / "state", clock=line.clock),
             rate=counting.write_rate,
