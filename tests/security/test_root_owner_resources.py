@@ -1,4 +1,4 @@
-"""Attacker: the owner of a root who tries to use up a capture's memory or time."""
+"""Attacker: the owner of a root who tries to use up a capture's memory, time or, with a disk quota, space."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from support.capture_bench import Bench
 from support.deep_trees import contents, levels_below, make_chain, remove_chain
+from support.overlay import Overlay
 from support.restoring import take
 from support.second_user import MADE_UP
 from support.site import CHECKOUT
@@ -327,3 +328,39 @@ def test_a_file_system_of_the_owner_that_never_answers_is_left_out(tmp_path: Pat
         names = [entry.name for entry in repository.trees.entries(snapshot.roots[0].entry.content)]
     assert names == [b"file"]
     assert "FUSE file system is mounted here" in done.stdout + done.stderr
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.mount
+def test_copies_of_old_blocks_leave_others_half_of_the_free_space(short_tmp: Path) -> None:
+    """A snapshot is abandoned before its copies of old blocks leave less than a quarter of the free space.
+
+    With 50 MiB overwritten and 46 MiB free, the job gets no error and all space is free again.
+    """
+    disk = short_tmp / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "none", disk], check=True)
+    root = disk / "root"
+    root.mkdir()
+    os.chown(root, MADE_UP.uid, MADE_UP.gid)
+    (root / "file").write_bytes(bytes(os.urandom(MIB)) * 50)
+
+    def free() -> int:
+        room = os.statvfs(disk)
+        return room.f_bavail * room.f_frsize
+
+    before = least = free()
+    with Overlay(root, short_tmp / "w.sock") as overlay:
+        overlay.client.cut()
+        with open(root / "file", "r+b", buffering=0) as file:
+            for _ in range(50):
+                file.write(b"new!" * (MIB // 4))
+                os.fsync(file.fileno())
+                least = min(least, free())
+        (given_up,) = overlay.client.status().abandoned
+        assert "than the file system has left" in given_up.reason
+        assert least > before // 4
+        assert free() > before - MIB
+        assert (root / "file").read_bytes()[: 50 * MIB] == b"new!" * (50 * MIB // 4)

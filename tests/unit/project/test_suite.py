@@ -1,11 +1,17 @@
-"""Tests of the runner of the suite's tiers, which looks at failures twice."""
+"""Tests of the runner of the suite: failures looked at twice, the order of files, and an end whatever dies."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from support import suite
+from support import file_costs, suite
+from support.file_costs import CHECKOUT
 
 _FLAKY = """
 import pathlib, pytest
@@ -110,3 +116,83 @@ def test_slices_are_the_full_tier_beyond_the_first() -> None:
         suite.runs_of("slice-4")
     for arguments in ([], ["--durations=20"], ["test", "-x"], ["test", "-q", "--maxfail=1"]):
         assert suite.main(arguments) == 2
+
+
+def test_recorded_files_exist() -> None:
+    """Each recorded file exists, and the record begins with the most expensive one."""
+    costs = file_costs.recorded()
+    assert len(costs) > 10
+    assert [str(path) for path in costs if not path.is_file()] == [], (
+        "record anew: make test-full ARGS=--record-costs"
+    )
+    assert list(costs.values()) == sorted(costs.values(), reverse=True)
+
+
+def test_the_record_of_a_run_orders_the_next(tmp_path: Path) -> None:
+    """Recorded files run in the order of their seconds, slow ones that were not recorded before them, and the others last."""
+    recorder = file_costs.Recorder(tmp_path / "costs.txt")
+    for name, seconds in (("cheap", 2.0), ("dear", 30.0), ("dearest", 30.0), ("dearest", 20.0)):
+        recorder.pytest_runtest_logreport(
+            pytest.TestReport(
+                f"tests/{name}.py::test", ("", 0, ""), {}, "passed", None, "call", duration=seconds
+            )
+        )
+    recorder.pytest_sessionfinish()
+    costs = file_costs.recorded(tmp_path / "costs.txt")
+    assert costs == {CHECKOUT / "tests/dearest.py": 50, CHECKOUT / "tests/dear.py": 30}
+    items: list[Any] = [
+        SimpleNamespace(
+            path=CHECKOUT / f"tests/{name}.py",
+            name=name,
+            get_closest_marker={"slow": name == "slow_and_new"}.get,
+        )
+        for name in ("cheap", "dear", "new", "slow_and_new", "dearest")
+    ]
+    file_costs.sort_by_cost(items, costs)
+    assert [item.name for item in items] == ["slow_and_new", "dearest", "dear", "cheap", "new"]
+
+
+_CONFTEST = """
+from support.scheduling import FilesOnce
+def pytest_xdist_make_scheduler(config, log): return FilesOnce(config, log)
+"""
+_SOUND = """
+def test_{}(): print(file=open("run", "a"))
+"""
+_DEADLY = """
+def test_{}():
+    print(file=open("run", "a"))
+    import os; os._exit(1)
+"""
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        pytest.param(["s", "s", "s", "sd"], id="the-last"),
+        pytest.param(["s", "s", "s", "sds"], id="one-is-left"),
+        pytest.param(["d", "ss", "s", "s", "s"], id="the-first"),
+        pytest.param(["sd", "d", "ds"], id="one-in-each-file"),
+        pytest.param(["ddd"], id="all-of-one-file"),
+    ],
+)
+def test_a_run_ends_when_processes_die(tmp_path: Path, files: list[str]) -> None:
+    """Each test is run once; those in which a process died have failed, the others passed."""
+    (tmp_path / "conftest.py").write_text(_CONFTEST)
+    for number, kinds in enumerate(files):
+        tests = [(_DEADLY if kind == "d" else _SOUND).format(at) for at, kind in enumerate(kinds)]
+        (tmp_path / f"test_{number}.py").write_text("".join(tests))
+    options = ["-n2", "--dist=loadfile", "--no-loadscope-reorder", "-p", "no:randomly", "-p", "no:kmock"]
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(CHECKOUT / "tests"), "TMPDIR": str(tmp_path)}
+    outcome = subprocess.run(
+        [sys.executable, "-m", "pytest", *options],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    every = "".join(files)
+    passed = f", {every.count('s')} passed" if "s" in every else ""
+    assert f"{every.count('d')} failed{passed} in " in outcome.stdout, outcome.stdout
+    assert (tmp_path / "run").read_text() == "\n" * len(every)

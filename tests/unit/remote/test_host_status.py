@@ -1,15 +1,21 @@
-"""Tests of the status of a host on a remote: who can write what, what is bounded, and what a report costs."""
+"""Tests of the status of a host on a remote: who can write what, what is bounded, what a report costs, and its verdicts."""
 
 from __future__ import annotations
 
+import os
+import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 from support import remote_recipe as recipe
+from support.checkpoint_files import FORMATS
 from support.remote_world import Bucket
+from support.restoring import take
 
+from ciuic.history import judge_snapshot
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.host_status import (
     MAX_STATUS_BYTES,
@@ -24,8 +30,13 @@ from ciuic.remote.host_status import (
 )
 from ciuic.remote.object_names import status_name
 from ciuic.remote.objects.model import ObjectInfo, RemoteRefused, RemoteUnreachable
+from ciuic.remote.replication import _root_status
 from ciuic.remote.sealing.sealer import MasterKey, Sealer
+from ciuic.repository import Repository
 from ciuic.repository.identity import Bytes
+from ciuic.verdicts import records as verdict_records
+from ciuic.verdicts.records import KEY_VARIABLE, VerdictRecords
+from ciuic.verdicts.verdict import FileVerdicts
 
 _SEALER = Sealer(recipe.REMOTE_ID, MasterKey(recipe.MASTER))
 _KEY = recipe.STATUS_KEY
@@ -219,3 +230,30 @@ def test_a_key_goes_with_the_log_of_the_host(tmp_path: Path) -> None:
     assert clone != first
     (tmp_path / "status-key").write_bytes(b"{}")
     assert own_key(path, "c" * 32, {"c" * 32}).reporter not in (first, clone)
+
+
+WHOLE = FORMATS["safetensors"].make(random.Random(1))
+
+
+def test_each_root_has_the_verdict_of_its_own_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host publishes each root of a snapshot with the verdict of that root's checkpoint."""
+    monkeypatch.setenv(KEY_VARIABLE, str(tmp_path / "key"))
+    roots = [tmp_path / name for name in ("torn", "whole", "none")]
+    for at, (root, content) in enumerate(zip(roots, (WHOLE[:-5], WHOLE, b""), strict=True)):
+        root.mkdir()
+        name = "step.safetensors" if content else "log"
+        (root / name).write_bytes(content)
+        seconds = time.time() - 100 + at
+        os.utime(root / name, (seconds, seconds))
+    with Repository.create(tmp_path / "repository") as repository:
+        snapshot = take(repository, *roots)
+        record = judge_snapshot(repository, [snapshot], snapshot, FileVerdicts())
+        assert record is not None
+        assert VerdictRecords(repository, verdict_records.own_key()).write(record)
+        (info,) = repository.snapshots.list()
+        verdicts = VerdictRecords(repository)
+        found = [_root_status(repository, os.fsencode(root), info, verdicts).verdict for root in roots]
+    # Not GOOD: of a directory without an overlay nobody knows whether it was written to meanwhile.
+    assert found == ["TORN", "UNKNOWN", ""]

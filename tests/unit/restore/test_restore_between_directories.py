@@ -762,3 +762,23 @@ def test_immutable_and_append_only_files_are_named_and_the_rest_is_restored(
             assert (top / name).exists() is (name != "fixed-directory/x")
         # The mark of an unfinished restore alone.
         assert leftovers(top) == [top / ".ciuic-restore"]
+
+
+def test_a_believed_file_of_another_owner_is_replaced(tmp_path: Path) -> None:
+    """Whoever gives a file of their own the size and time of a lost one does not have it given to that one's owner."""
+    root, out = tmp_path / "root", tmp_path / "out"
+    root.mkdir()
+    (root / "file").write_bytes(b"right")
+    with Repository.create(tmp_path / "repository") as repository:
+        snapshot = take(repository, root)
+        for _ in range(2):
+            plan = plan_restore(
+                repository, snapshot, [os.fsencode(root)], os.fsencode(out), overwrite=Overwrite.IF_CHANGED
+            )
+            assert execute(plan).complete
+            restored = out / "root/file"
+            assert (restored.read_bytes(), restored.stat().st_uid) == (b"right", os.geteuid())
+            time_ns = restored.stat().st_mtime_ns
+            restored.write_bytes(b"wrong")
+            os.utime(restored, ns=(time_ns, time_ns))
+            os.chown(restored, 4321, -1)

@@ -1,7 +1,8 @@
-"""Tests of the messages to systemd, as it receives them."""
+"""Tests of the messages to systemd, as it receives them, and of a log that cannot be written."""
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ciuic.system.logs import LogStream
 from ciuic.system.sd_daemon import Notifier, take_stored_fds
 
 
@@ -126,3 +128,24 @@ def test_another_processs_descriptors_are_not_ours() -> None:
     environment = {"LISTEN_FDS": "2", "LISTEN_PID": "1"}
     assert take_stored_fds(environment, 5) == {}
     assert environment == {}
+
+
+def test_a_reader_that_is_gone_costs_the_lines_alone() -> None:
+    """A pipe without a reader loses lines without an exception."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb", buffering=0) as raw:
+        log = LogStream(io.TextIOWrapper(raw, line_buffering=True))
+        for _ in range(3):
+            log.write("line\n")
+            log.flush()
+        assert not log.isatty()
+
+
+def test_lines_reach_a_reader() -> None:
+    """Lines reach a reader as they were written."""
+    file = io.StringIO()
+    log = LogStream(file)
+    assert log.write("line\n") == 5
+    log.flush()
+    assert file.getvalue() == "line\n"

@@ -7,13 +7,14 @@ import io
 import random
 import struct
 import zipfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.checkpoint_files import FORMATS, MemoryFile, damaged, plain_safetensors
+from support.checkpoint_files import FORMATS, MODES, MemoryFile, damaged, plain_safetensors, watch
 
 from ciuic.verdicts.verdict import judge_file
 
@@ -144,3 +145,13 @@ def test_an_hdf5_file_that_was_not_closed_is_torn() -> None:
     file.id.close()
     assert judge_file(MemoryFile(b"a.h5", before)).is_good
     assert not judge_file(MemoryFile(b"a.h5", before + bytes(4096))).is_good
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["safetensors", "npz", "pickle"])
+def test_no_file_of_a_killed_writer_is_called_good(name: str, mode: str, tmp_path: Path) -> None:
+    """No torn file is GOOD, and every whole one that no process had open is."""
+    found = watch(name, mode, 7, 12, tmp_path)
+    assert not found.wrong
+    assert found.whole_good == found.whole
+    assert sum(found.states.values()) > 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -15,11 +16,11 @@ from pathlib import Path
 import pytest
 from support.capture_bench import snapshot_manifest
 from support.core_driver import open_backing
-from support.stored import read_file
+from support.stored import read_file, store
 from support.trees import assert_same, make_everything, manifest
 from support.until import until
 
-from ciuic.daemon.capture import content
+from ciuic.daemon.capture import content, space
 from ciuic.daemon.capture import process as capture
 from ciuic.daemon.capture.job import (
     EXIT_INTERRUPTED,
@@ -36,12 +37,13 @@ from ciuic.daemon.capture.job import (
     encode_job,
 )
 from ciuic.daemon.capture.process import Report, RootUnreadable
-from ciuic.daemon.capture.space import NoRoom
+from ciuic.daemon.capture.space import CaptureRoom, NoRoom
 from ciuic.errors import Busy, NotFound
 from ciuic.fuse_layer.core.overlay_core import ROOT_ID, Credentials, OverlayCore
 from ciuic.repository import Repository
 from ciuic.system.urgency import Urgency
 from ciuic.types import TAG_INCOMPLETE, TAG_PARTIAL, SnapshotId
+from ciuic.units import human_size
 
 SESSION = "7" * 32
 COMMAND = (sys.executable, "-m", "ciuic.daemon.capture.process")
@@ -386,3 +388,34 @@ def test_a_root_of_which_nothing_can_be_read_is_no_snapshot(
         capture.run_job(job, Report(lambda _: None))
     monkeypatch.undo()
     assert stage.snapshots() == []
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_the_need_begins_with_the_write_that_was_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    """A capture that the reserve ends needs more than was free without the reserve, and something is to be freed."""
+    capacity, reserve = (0 if full else 32 * MIB), 8 * MIB
+    with Repository.create(tmp_path / "repo") as made:
+        available = lambda path: capacity - made.stored_bytes()  # noqa: E731
+        monkeypatch.setattr(space, "available_bytes", available)
+        monkeypatch.setattr(space, "total_bytes", lambda path: 64 * MIB)
+        monkeypatch.setattr(space, "available_bytes", available)
+        job = CaptureJob(
+            repository=str(made.path), id="cs-abc123", time_ns=1, host="h", roots=(), reserve_bytes=reserve
+        )
+        room = CaptureRoom(job)
+        with Repository.open(made.path, disk=room.disk) as opened, opened.writer() as writer:
+            with pytest.raises(OSError, match="No space left") as refused:
+                store(writer, {b"file": random.Random(1).randbytes(48 * MIB)}, number=1)
+            failure = room.failed(refused.value, writer)
+    assert isinstance(failure, NoRoom)
+    assert room.disk.refused is not None
+    needed = failure.needed_bytes + room.disk.refused.wanted_bytes + room.disk.margin_bytes
+    missing = needed - (capacity - reserve)
+    assert missing > 0
+    assert f"it needs more than {human_size(needed)}" in str(failure)
+    assert f"free at least {human_size(missing)} there" in failure.hint

@@ -1,4 +1,4 @@
-"""Tests of the index of a remote: what may be relied on, and how it follows the bucket."""
+"""Tests of the index of a remote and its file of packs: what may be relied on, and how it follows the bucket."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from support.remote_world import Bucket, Ids, chunk, record, sealer, store_pack
 
 from ciuic.remote.documents import StoredRound, create_round
+from ciuic.remote.known_packs import add_known_pack, read_known_packs, write_known_packs
 from ciuic.remote.log_reader import Rounds
 from ciuic.remote.object_names import PackRef, pack_name
 from ciuic.remote.remote_index import RemoteIndex, RemotePack
@@ -260,3 +261,23 @@ def test_foreign_file_is_replaced(bucket: Bucket, tmp_path: Path, change: str) -
     second.refresh(bucket, SEALER)
     assert second.has_many([X]) == {X}
     second.close()
+
+
+@pytest.mark.parametrize("kept", range(45))
+def test_a_line_that_was_torn_is_none(tmp_path: Path, kept: int) -> None:
+    """A line cut at any byte names no pack, and spoils neither those before nor those after it."""
+    write_known_packs(str(tmp_path), 3, {A: 16_777_216})
+    before = (tmp_path / "packs").stat().st_size
+    add_known_pack(str(tmp_path), B, 16_777_216)
+    whole = (tmp_path / "packs").read_bytes()
+    assert len(whole) - before >= kept
+    (tmp_path / "packs").write_bytes(whole[: before + kept])
+    sizes = {A: 16_777_216} | (
+        {B: 16_777_216} if whole[before : before + kept].strip().endswith(B.encode()) else {}
+    )
+    for more in ({}, {C: 5}):
+        for ref, size_bytes in more.items():
+            add_known_pack(str(tmp_path), ref, size_bytes)
+        found = read_known_packs(str(tmp_path))
+        assert found is not None
+        assert (found.rounds_finished, found.sizes) == (3, sizes | more)

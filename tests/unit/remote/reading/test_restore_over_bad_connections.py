@@ -1,10 +1,11 @@
-"""Reading over a connection that fails: the restore is exact in the end, or says that the store does not answer."""
+"""Reading over a connection that fails: requests are repeated for a limited time, and the restore is exact or says that nobody answers."""
 
 from __future__ import annotations
 
 import os
 import random
 import threading
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from support.remote_host import BLOCK, RemoteHost, new_remote
 from support.restoring import write
 
 from ciuic.maintenance.verify import verify_snapshots
-from ciuic.remote.objects.model import RemoteUnreachable
+from ciuic.remote.objects.model import RemoteUnreachable, UntrustedStore
 from ciuic.remote.reading.opening import read_remote
+from ciuic.remote.reading.retry_policy import RetryPolicy
+from ciuic.repository import log
 from ciuic.restore import execute, plan_restore
 
 
@@ -94,3 +97,34 @@ def test_a_store_that_is_away_is_no_damage(tmp_path: Path) -> None:
             verify_snapshots(repository, [snapshot.id], checksum=True)
     assert [path for path in there.rglob("[0-9]") if path.is_file()] == []
     forget_bucket(bucket)
+
+
+def test_a_request_that_is_repeated_says_so_once_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After ten seconds the reason is told, once for all requests that have it; after the time of the policy the error is raised."""
+    told: list[tuple[str, object]] = []
+    monkeypatch.setattr(log, "sink", lambda event, fields: told.append((event, fields["error"])))
+    ticks = count(0, 6)
+    policy = RetryPolicy(20, clock=lambda: float(next(ticks)))
+    monkeypatch.setattr(policy._ended, "wait", lambda seconds: False)
+    names = iter(f"cannot read {number}: no answer" for number in range(100))
+
+    def request() -> None:
+        raise RemoteUnreachable(next(names))
+
+    for _ in range(2):
+        with pytest.raises(RemoteUnreachable):
+            policy.call(request)
+    assert told == [("remote_request_repeated", "cannot read 1: no answer")]
+
+
+def test_a_certificate_that_is_none_is_told_at_once() -> None:
+    """A store whose certificate is not trusted is asked once: who waits at a terminal can mend it."""
+    asked = count()
+
+    def request() -> None:
+        next(asked)
+        raise UntrustedStore("cannot read x: its TLS certificate has expired")
+
+    with pytest.raises(UntrustedStore):
+        RetryPolicy(60).call(request)
+    assert next(asked) == 1

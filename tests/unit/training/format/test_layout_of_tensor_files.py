@@ -1,9 +1,10 @@
-"""Layout of tensors in the files of a snapshot."""
+"""Layout of tensors in the files of a snapshot, and the check that those of a document are in its files."""
 
 from __future__ import annotations
 
 import json
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load as load_safetensors
 
-from ciuic.training.format.layout import OWN_FILE_BYTES, decode_header, file_name, lay_out
+from ciuic.training.format.layout import OWN_FILE_BYTES, TensorInFile, decode_header, file_name, lay_out
+from ciuic.training.format.reading import STATE_VERSION, check_document
 from ciuic.training.format.structure import Leaf, pack
 
 SIZES = st.sampled_from([0, 1, 3, 1000, OWN_FILE_BYTES // 8, OWN_FILE_BYTES, OWN_FILE_BYTES + 1])
 NAMES = st.text(min_size=1, max_size=300)
-
-
 DTYPES = st.sampled_from(["<f4", "<f8", "u1", "?", "<c16", "<c8"])
 
 
@@ -110,3 +110,37 @@ def test_a_header_that_does_not_fit_its_file_is_refused(header: str) -> None:
     data = len(header).to_bytes(8, "little") + header.encode() + bytes(8)
     with pytest.raises(ValueError):  # noqa: PT011 (whichever)
         decode_header(data, len(data))
+
+
+_HELD = {"model": {"w": TensorInFile("U8", (8,), 0, 8), "w@0": TensorInFile("F32", (2,), 8, 16)}}
+_BYTES = {"$": "tensor", "name": "w", "dtype": "float8_e8m0fnu", "shape": [8]}
+_PIECES = {"$": "sharded", "name": "w", "dtype": "float32", "shape": [2]}
+
+
+def _check(own: dict[str, Any]) -> None:
+    document = {"version": STATE_VERSION, "objects": {"model": [own]}, "values": {}}
+    check_document(json.dumps(document).encode(), _HELD)
+
+
+@pytest.mark.parametrize("own", [_BYTES, _PIECES], ids=["bytes", "pieces"])
+def test_a_shape_is_looked_at_before_it_is_computed_with(own: dict[str, Any]) -> None:
+    """What is no list of numbers is refused: text or a list times a large number would fill the memory."""
+    _check(own)
+    for wrong in (["x", 1 << 62], [[2], 1 << 62], [True], [-2, -4], [2.0], "8", 8, [1 << 63], [1] * 2000):
+        with pytest.raises(ValueError, match="a shape must be a list of numbers from 0"):
+            _check({**own, "shape": wrong})
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({**_BYTES, "name": "v"}, r"the tensor model\.v is in no file"),
+        ({**_BYTES, "shape": [3]}, "of shape .* cannot have 8 bytes"),
+        ({**_PIECES, "shape": [3]}, "do not make up the whole"),
+        ({**_PIECES, "dtype": "float64"}, "a piece of the tensor .* is of F32, expected F64"),
+    ],
+)
+def test_a_tensor_that_is_not_held_as_described_is_named(own: dict[str, Any], message: str) -> None:
+    """A tensor in no file, or of another size or dtype, is a ValueError that names it."""
+    with pytest.raises(ValueError, match=message):
+        _check(own)

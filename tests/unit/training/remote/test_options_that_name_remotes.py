@@ -1,4 +1,4 @@
-"""Options of a manager that name remotes."""
+"""Options of a manager that name remotes, and the labels of its snapshots there."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from support.cli_repository import CliRepository
 
+from ciuic import SnapshotManager
 from ciuic.config import RemoteConfig
 from ciuic.errors import UsageError
+from ciuic.remote.object_names import manifest_name
+from ciuic.remote.uploader import Labels
+from ciuic.repository import Repository
 from ciuic.training.remote.place import is_url, place_of
 from ciuic.training.remote.remote_options import local_directory, remotes_from
-from ciuic.training.remote.uploads import UploadOrder, store_variables
+from ciuic.training.remote.uploads import UploadOrder, labels_of, store_variables
+from ciuic.types import SnapshotId
 
 FULL: dict[str, Any] = {
     "url": "s3://bucket/team/run",
@@ -142,3 +149,29 @@ def test_true_means_the_remotes_of_this_machine(monkeypatch: pytest.MonkeyPatch,
     config.write_text("")
     with pytest.raises(UsageError, match="names none"):
         remotes_from(True)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "step", "labels"), [(3, 70, (3, 70)), (None, 1, (None, 1)), (-1, 5, (None, 5))]
+)
+def test_a_state_has_name_epoch_and_step(
+    epoch: int | None, step: int | None, labels: tuple[int | None, int | None], tmp_path: Path
+) -> None:
+    """A training state is labelled as it was saved; a number that no manifest's name has is left out."""
+    with SnapshotManager(tmp_path / "states") as manager:
+        save = manager.save_snapshot(weights={"w": np.ones(10)}, epoch=epoch, step=step, wait=True)
+        assert save is not None
+        assert save.id is not None, save.error
+    with Repository.open(tmp_path / "states") as repository:
+        found = labels_of(repository, repository.snapshots.load(SnapshotId.parse(save.id)))
+    assert (found.epoch, found.step) == labels
+    assert found.job
+    manifest_name(job=found.job, epoch=found.epoch, step=found.step, host="host")
+
+
+def test_snapshots_of_files_have_no_labels(tmp_path: Path) -> None:
+    """A snapshot of files has no labels, whatever its tags say."""
+    made = CliRepository(tmp_path / "repository", tmp_path / "root")
+    id_ = made.snapshot({b"snapshot.json": b"{}"}, tags=("epoch-3",))
+    with Repository.open(made.path) as repository:
+        assert labels_of(repository, repository.snapshots.load(id_)) == Labels()

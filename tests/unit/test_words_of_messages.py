@@ -1,4 +1,4 @@
-"""Tests of counts in messages: one helper, so that no message says "1 files"."""
+"""Tests of what messages are made of: counts, so that no message says "1 files", and text for one line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ciuic.maintenance.check import CheckReport, summary
+from ciuic.printable import one_line
 from ciuic.restore.model import OmittedSpecial, Result
 from ciuic.units import plural
 
@@ -57,3 +58,10 @@ def test_counts_go_through_the_helper(folder: str) -> None:
         for match in COUNT.finditer(path.read_text(encoding="utf-8"))
     ]
     assert found == []
+
+
+def test_any_name_fits_in_a_message() -> None:
+    """Bytes that are not text, and control characters, are escaped on one line of a message; the rest stays."""
+    assert one_line(b"/plain \xc3\xa9") == "/plain é"
+    assert one_line(b"/\xc3\xa9\xff\n\x1b") == r"/é\xff\n\x1b"
+    assert one_line("\udcff\u202e") == r"\udcff\u202e"

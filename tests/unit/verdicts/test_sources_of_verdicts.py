@@ -1,8 +1,9 @@
-"""Files of snapshots as the source of verdicts: ranges, holes, open writers, and files overwritten in place."""
+"""Files of snapshots, and files as they are now, as the source of verdicts."""
 
 from __future__ import annotations
 
 import io
+import os
 import random
 import stat
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.checkpoint_files import plain_safetensors
+from support.checkpoint_files import FORMATS, plain_safetensors
 from support.cli_repository import FIRST_NS, SECOND_NS, store_file
+from support.live_source import LiveDirectory, open_live_file
 from support.small_repository import BLOCK
 
 from ciuic.history import checkpoints, timelines
@@ -28,6 +30,7 @@ from ciuic.types import (
 )
 from ciuic.verdicts.model import Verdict
 from ciuic.verdicts.sources import SnapshotFile
+from ciuic.verdicts.verdict import checkpoints_in
 
 
 class Tracked:
@@ -155,3 +158,36 @@ def test_allocated_space_is_a_hole(tracked: Tracked) -> None:
     verdict = tracked.verdict()
     assert verdict.state == "UNKNOWN"
     assert "hole" in verdict.reason
+
+
+WHOLE = FORMATS["safetensors"].make(random.Random(1))
+
+
+def test_a_file_that_is_open_for_writing_is_not_good(tmp_path: Path) -> None:
+    """A whole file is GOOD once its writer has closed it."""
+    path = tmp_path / "a.safetensors"
+    with path.open("wb", buffering=0) as file:
+        file.write(WHOLE)
+        (found,) = checkpoints_in(LiveDirectory(os.fsencode(tmp_path)))
+        assert found.verdict.state == "UNKNOWN"
+    (found,) = checkpoints_in(LiveDirectory(os.fsencode(tmp_path)))
+    assert found.verdict.is_good, found.verdict
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    """A fifo is not waited for, and a symbolic link is not followed."""
+    os.mkfifo(tmp_path / "a.pt")
+    (tmp_path / "b.pt").symlink_to("/etc/passwd")
+    assert checkpoints_in(LiveDirectory(os.fsencode(tmp_path))) == []
+
+
+def test_holes_are_those_of_the_file_system(tmp_path: Path) -> None:
+    """A range that was never written is a hole, and one that was is not."""
+    path = tmp_path / "a"
+    with path.open("wb") as file:
+        file.write(b"x" * 65536)
+        file.truncate(262144)
+    source = open_live_file(os.fsencode(path))
+    assert source is not None
+    assert list(source.holes(0, 262144)) == [(65536, 262144)]
+    source.close()
