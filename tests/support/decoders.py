@@ -170,7 +170,7 @@ OURS: Final[dict[str, str]] = {
     "ciuic/cli/commands/web/__init__.py": "answers of the page, which a process of this user's or of root's started",
     "ciuic/cli/commands/web/front.py": "answers of the broker, which started this process",
     "ciuic/cli/commands/web/front_process.py": "the parent process, through a pipe",
-    "ciuic/cli/commands/web/grants.py": "the broker, which started this process, through a socket pair",
+    "ciuic/cli/commands/web/access.py": "the broker, which started this process, through a socket pair",
     "ciuic/cli/commands/web/look_process.py": "the parent process, through a pipe",
     "ciuic/cli/commands/web/live.py": "answers of the broker, which started this process",
     "ciuic/training/state_import.py": "what our own child has encoded, and the order that it was given",
