@@ -24,8 +24,7 @@ from ciuic.fuse_layer.core.names import Names
 from ciuic.fuse_layer.core.passthrough_core import PassthroughCore
 from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.kernel.driver import KernelDriver
-from ciuic.fuse_layer.kernel.negotiation import Negotiated
-from ciuic.fuse_layer.kernel.session import Handler, Reply
+from ciuic.fuse_layer.kernel.session import Handler, Negotiated, Reply
 from ciuic.fuse_layer.state.node_table import Node, NodeTable
 from ciuic.fuse_layer.state.open_rules import OpenPreference
 from ciuic.fuse_layer.state.passthrough_state import Attr, PassthroughState

@@ -54,7 +54,6 @@ from ciuic.remote.access import (
 )
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.host_status import HostStatus
-from ciuic.remote.known_packs import add_known_pack, manifests_lacking, write_known_packs
 from ciuic.remote.log_reader import LogReader, Rounds, naming_memory
 from ciuic.remote.objects.model import (
     NoSuchBucket,
@@ -69,10 +68,13 @@ from ciuic.remote.stored_facts import (
     OtherLogs,
     StoredFacts,
     StoredState,
+    add_known_pack,
     content_digest,
     lacking_words,
+    manifests_lacking,
     newest_stored_states,
     stored_manifests,
+    write_known_packs,
 )
 from ciuic.remote.upload_deadline import (
     LOOK_SECONDS,

@@ -53,7 +53,7 @@ from ciuic.fuse_layer import undo_format as undo
 from ciuic.fuse_layer.core.overlay_core import Attr, Epochs, OverlayCore
 from ciuic.fuse_layer.journal import inherited_session, records
 from ciuic.fuse_layer.kernel.driver import KernelDriver
-from ciuic.fuse_layer.kernel.negotiation import Negotiated
+from ciuic.fuse_layer.kernel.session import Negotiated
 from ciuic.fuse_layer.state.passthrough_state import RecentChanges
 from ciuic.fuse_layer.tracking.changes import Tracker
 from ciuic.maintenance.verify import Pass

@@ -73,8 +73,7 @@ from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
 from ciuic.fuse_layer.journal.journal_writer import HandleJournal, JournalWriter
 from ciuic.fuse_layer.journal.records import OpenedDirectory, OpenedFile
-from ciuic.fuse_layer.kernel.negotiation import Negotiated
-from ciuic.fuse_layer.kernel.session import MAX_THREADS, KernelSession, Reply
+from ciuic.fuse_layer.kernel.session import MAX_THREADS, KernelSession, Negotiated, Reply
 from ciuic.fuse_layer.state.node_table import ROOT_ID, SNAPSHOTS_ID
 from ciuic.fuse_layer.state.open_rules import OpenPreference
 from ciuic.fuse_layer.state.passthrough_state import LIFE_NS, Attr, RecentChanges

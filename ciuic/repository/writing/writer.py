@@ -41,11 +41,10 @@ from ciuic.repository.pack_directory import Packs
 from ciuic.repository.snapshot_format import StoredMarks, decode_marks, encode_marks, encode_snapshot
 from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR, CommittedSnapshots, SnapshotStore
 from ciuic.repository.tree_format import encode_xattrs
-from ciuic.repository.writer_index import WriterIndex
+from ciuic.repository.writer_index import Tail, WriterIndex, reconcile
 from ciuic.repository.writing import pack_maintenance
 from ciuic.repository.writing.chunk_store import ChunkStore
 from ciuic.repository.writing.pack_maintenance import Begun, Recoded, recode
-from ciuic.repository.writing.recovery import Tail, reconcile
 from ciuic.system.disk import Disk
 from ciuic.types import (
     FLAG_XATTRS_CHUNK,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ciuic.remote.known_packs import add_known_pack, read_known_packs, write_known_packs
 from ciuic.remote.object_names import PackRef
+from ciuic.remote.stored_facts import add_known_pack, read_known_packs, write_known_packs
 
 A, B, C = (PackRef("d" + letter * 32) for letter in "abc")
 
