@@ -427,7 +427,7 @@ class _StubCore:
         self._fd = fd
         self.pending = True
         # The groups of operations, too.
-        self.names = self.files = self.attributes = self.directories = self
+        self.nodes = self.names = self.files = self.attributes = self.directories = self
         self.recent = RecentChanges()
 
     def __getattr__(self, name: str) -> Any:

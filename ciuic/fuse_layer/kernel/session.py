@@ -456,7 +456,7 @@ class KernelSession:
 
     def invalidate_attributes(self, node: int) -> None:
         """Have the kernel ask for the node's attributes again; its cache of the content stays."""
-        self._invalidate(node, -1, 0)
+        self.invalidate_content(node, -1, 0)
 
     def invalidate_content(self, node: int, offset: int, length: int) -> None:
         """Have the kernel drop its attributes and its cache of the range.
@@ -464,9 +464,6 @@ class KernelSession:
         Waits for requests about these pages: not to be called by the session's own threads, nor inside the
         gate.
         """
-        self._invalidate(node, offset, length)
-
-    def _invalidate(self, node: int, offset: int, length: int) -> None:
         body = p.NOTIFY_INVAL_INODE_OUT.pack(node, offset, length)
         head = p.OUT_HEADER.pack(p.OUT_HEADER.size + len(body), p.NOTIFY_INVAL_INODE, 0)
         try:

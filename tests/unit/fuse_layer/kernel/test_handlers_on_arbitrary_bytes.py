@@ -36,7 +36,7 @@ class StubCore:
         self._answers, self._fd = answers, fd
         self.pending = True
         # The groups of operations, too.
-        self.names = self.files = self.attributes = self.directories = self
+        self.nodes = self.names = self.files = self.attributes = self.directories = self
         self.recent = RecentChanges()
 
     def connect(self, driver: DriverHooks) -> None:
