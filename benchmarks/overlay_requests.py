@@ -24,7 +24,7 @@ from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.core.overlay_core import ROOT_ID, OverlayCore
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
 from ciuic.fuse_layer.kernel.driver import KernelDriver
-from ciuic.fuse_layer.kernel.negotiation import Negotiated
+from ciuic.fuse_layer.kernel.session import Negotiated
 
 _FILES: Final = 3000
 _ROUNDS: Final = 5

@@ -12,6 +12,8 @@ from typing import Annotated, Literal, NewType, Protocol
 
 import msgspec
 
+Cloud = Literal["aws", "gcp", "azure"]
+"""Cloud whose notices of a machine's end are understood (`ciuic.system.cloud_notices`)."""
 ChunkId = NewType("ChunkId", bytes)
 """Seeded XXH3-128 hash of the content, 16 bytes."""
 

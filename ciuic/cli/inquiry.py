@@ -14,7 +14,6 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, NoReturn
 
@@ -72,7 +71,7 @@ class Inquiry:
     def answers(self, place: Path | str) -> bool:
         """Return True if stat(2) of the directory succeeds in time."""
         try:
-            self._ask(str(place), partial(_look_at, place))
+            self._ask(str(place), lambda: os.stat(place).st_mode)
         except (CiuicError, OSError):
             return False
         return True
@@ -173,7 +172,3 @@ def _read(fd: int, deadline: float) -> bytes:
 def _reap(child: int, deadline: float) -> None:
     # Within the limit, too: the child may hang in closing its files.
     wait_until(lambda: os.waitpid(child, os.WNOHANG)[0], deadline - time.monotonic(), _REAP_PAUSE_SECONDS)
-
-
-def _look_at(place: Path | str) -> None:
-    os.stat(place)

@@ -54,8 +54,8 @@ from ciuic.config.values import (
 from ciuic.errors import CiuicError, ConfigError
 from ciuic.protocol.passthrough_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACKED_NAMES
 from ciuic.retention import MinFree, RetentionPolicy
-from ciuic.system.clouds import Cloud
 from ciuic.system.urgency import MIN_SHARE
+from ciuic.types import Cloud
 from ciuic.units import format_size
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ciuic.retention import MinFree
-from ciuic.system.clouds import Cloud
+from ciuic.types import Cloud
 from ciuic.units import format_size, parse_duration, parse_share, parse_size
 
 _Number = TypeVar("_Number", int, float)

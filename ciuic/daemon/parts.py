@@ -30,13 +30,13 @@ from ciuic.daemon.snapshots.capture_process import Captures
 from ciuic.daemon.snapshots.capturing import Context
 from ciuic.daemon.snapshots.requests import HeldSnapshots, Snapshots
 from ciuic.daemon.snapshots.schedule import (
+    EventSnapshots,
     FirstSnapshots,
     OwedSnapshots,
     Schedule,
     ScheduledSnapshots,
     SnapshotAges,
 )
-from ciuic.daemon.snapshots.snapshot_when import EventSnapshots
 from ciuic.daemon.snapshots.space_watch import SpaceForecast, SpaceWatch
 from ciuic.daemon.trainers.pairing import Pairing
 from ciuic.daemon.trainers.watch import TrainerWatch

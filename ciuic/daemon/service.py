@@ -19,6 +19,12 @@ fitting status, in one place; nothing else leaks but "internal error" (the log h
 
 The mode and group of the socket admit root and the members of `control.group`, who are administrators (runtime.py). Removing the
 socket file is left to the daemon that created it.
+
+Detection of a restart by systemd.
+
+Over a restart the roots stay mounted and their workers serve on. systemd sends a service SIGTERM for a stop
+and for a restart alike; only the job that it carries out says which (org.freedesktop.systemd1.Job, type
+"restart"). It is asked through systemctl, with a timeout; without an answer the daemon stops and unmounts.
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -48,7 +55,6 @@ from ciuic.daemon.base.process_priority import slice_prefix
 from ciuic.daemon.base.repository_store import LastSnapshot, Store, summary
 from ciuic.daemon.base.runtime import bind_control_socket
 from ciuic.daemon.base.settings import Settings
-from ciuic.daemon.base.systemd import is_restarting
 from ciuic.daemon.drills import next_drill_ns
 from ciuic.daemon.housekeeping import DaemonHousekeeping, tell_damage
 from ciuic.daemon.parts import DaemonParts
@@ -92,11 +98,47 @@ from ciuic.protocol.metrics_file import METRICS_NAME
 from ciuic.protocol.stored_remotely import RemotePlace
 from ciuic.structs import decode_json
 from ciuic.system import logs
+from ciuic.system.child_process import find_program, program_environment
 from ciuic.system.io_throttle import audible, waits_files
 from ciuic.system.sd_daemon import Notifier, take_stored_fds
+from ciuic.system.service_manager import unit_of
+
+# The workers serve meanwhile, so the wait costs no job anything.
+_QUESTION_SECONDS = 3.0
+log = structlog.get_logger(__name__)
+
+
+async def is_restarting(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether systemd is carrying out a restart of the unit that this process belongs to."""
+    if "INVOCATION_ID" not in environment:
+        return False
+    # Untranslated, because a carriage return is allowed in the name of a control group.
+    with open("/proc/self/cgroup", errors="replace", newline="\n") as file:  # noqa: ASYNC230  no disk
+        unit = unit_of(file.read())
+    if unit is None:
+        return False
+    command = [find_program("systemctl"), "list-jobs", "--no-legend", "--plain", unit]
+    try:
+        with trio.fail_after(_QUESTION_SECONDS):
+            answer = await trio.run_process(
+                command, capture_stdout=True, stderr=subprocess.DEVNULL, cwd="/", env=program_environment()
+            )
+    except (OSError, subprocess.CalledProcessError, trio.TooSlowError) as error:
+        log.warning("service_manager_not_asked", error=str(error) or type(error).__name__)
+        return False
+    return _job_type(answer.stdout.decode(errors="replace"), unit) in ("restart", "try-restart")
+
+
+def _job_type(listing: str, unit: str) -> str:
+    """Return the type of the unit's job in the output of `systemctl list-jobs`; empty without a job."""
+    for line in listing.splitlines():
+        fields = line.split()
+        if len(fields) >= 3 and fields[1] == unit:
+            return fields[2]
+    return ""
+
 
 _T = TypeVar("_T")
-log = structlog.get_logger(__name__)
 
 
 class Operations(Protocol):

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 from ciuic.errors import pip_install
 from ciuic.fuse_layer import fuse_protocol as p
-from ciuic.fuse_layer.kernel import negotiation
+from ciuic.fuse_layer.kernel import session as kernel_session
 from ciuic.system import privileges
 from ciuic.system.poll import readable
 
@@ -141,7 +141,7 @@ def _kernel_offer(directory: int | None, release: str) -> KernelOffer:
     for depth in range(1, _MAX_STACK_DEPTH + 1):
         try:
             offer, error_number = _asked(directory, depth)
-        except (OSError, TimeoutError, negotiation.UnsupportedProtocol) as error:
+        except (OSError, TimeoutError, kernel_session.UnsupportedProtocol) as error:
             return _by_version(release, str(error))
         if error_number != errno.ELOOP:
             break
@@ -171,7 +171,7 @@ def _asked(directory: int | None, depth: int) -> tuple[KernelOffer, int]:
         context = _connected(fuse_fd)
         if not readable(fuse_fd, _INIT_SECONDS):
             raise TimeoutError("the kernel sends no first request")
-        agreed = negotiation.negotiate(fuse_fd, passthrough=True, stack_depth=depth)
+        agreed = kernel_session.negotiate(fuse_fd, passthrough=True, stack_depth=depth)
         error_number = _refusal(fuse_fd, directory) if agreed.passthrough and directory is not None else 0
     finally:
         # Before the context: the end of the file system sends a request, which the kernel does not wait for

@@ -686,7 +686,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
     async def forget(self, inode_list: Sequence[tuple[InodeT, int]]) -> None:
         try:
             for node, count in inode_list:
-                self.core.names.forget(node, count)
+                self.core.nodes.forget(node, count)
         except Exception:
             # FORGET has no reply: there is no caller to tell.
             log.exception("forget_failed")
@@ -860,7 +860,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
         for name in _DOTS[start_id:]:
             attr = self.core.names.lookup(node, name)
             # The kernel counts no lookup of the two.
-            self.core.names.forget(attr.node, 1)
+            self.core.nodes.forget(attr.node, 1)
             start_id += 1
             yield name, attr, start_id
         at = start_id - len(_DOTS)
@@ -875,7 +875,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
         for name, attr, next_id in itertools.islice(entries, _LISTING_STEP):
             if not pyfuse3.readdir_reply(token, name, self._entry(attr), next_id):
                 if name not in _DOTS:
-                    self.core.names.forget(attr.node, 1)
+                    self.core.nodes.forget(attr.node, 1)
                 return False
             replied += 1
         return replied == _LISTING_STEP

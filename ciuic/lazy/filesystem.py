@@ -24,8 +24,7 @@ from ciuic.fuse_layer.core.names import Names
 from ciuic.fuse_layer.core.passthrough_core import PassthroughCore
 from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.kernel.driver import KernelDriver
-from ciuic.fuse_layer.kernel.negotiation import Negotiated
-from ciuic.fuse_layer.kernel.session import Handler, Reply
+from ciuic.fuse_layer.kernel.session import Handler, Negotiated, Reply
 from ciuic.fuse_layer.state.node_table import Node, NodeTable
 from ciuic.fuse_layer.state.open_rules import OpenPreference
 from ciuic.fuse_layer.state.passthrough_state import Attr, PassthroughState
@@ -53,7 +52,7 @@ class LazyState(PassthroughState):
         """Return the attributes of a file as if it was complete."""
         if not stat.S_ISREG(st.st_mode) or st.st_dev != self.nodes.device:
             return st
-        file = self._pending.find(st.st_ino)
+        file = self._pending.by_ino.get(st.st_ino)
         if file is None:
             return st
         # Archivers take a file without blocks for one hole, which they do not read. Filling moves the time.
@@ -88,11 +87,11 @@ class IncompleteFiles:
 
     def of(self, node_id: int) -> PendingFile | None:
         """Return the incomplete file of a node; None if it is complete."""
-        return self.pending.find(self._state.nodes.get(node_id).ino)
+        return self.pending.by_ino.get(self._state.nodes.get(node_id).ino)
 
     def of_handle(self, handle: int) -> PendingFile | None:
         """Return the incomplete file of an open handle; None if it is complete."""
-        return self.pending.find(self._state.file(handle).node.ino)
+        return self.pending.by_ino.get(self._state.file(handle).node.ino)
 
     def complete(self, file: PendingFile) -> None:
         """Wait until a file is complete.
@@ -154,7 +153,7 @@ class LazyFiles(Files):
         ino = self._nodes.get(node_id).ino
         opening = self._incomplete.opening
         with self._pending.changed:
-            file = self._pending.find(ino)
+            file = self._pending.by_ino.get(ino)
             if file is not None:
                 opening[ino] += 1
         if file is None:
@@ -173,7 +172,7 @@ class LazyFiles(Files):
     def release(self, handle: int) -> None:
         """Close a handle; the last one of a removed file ends its filling."""
         opened = self._state.files.get(handle)
-        file = self._pending.find(opened.node.ino) if opened is not None else None
+        file = self._pending.by_ino.get(opened.node.ino) if opened is not None else None
         del opened
         super().release(handle)
         self._incomplete.drop_unnamed(file)
@@ -326,7 +325,7 @@ class LazyNames(Names):
         if not self._incomplete.pending.by_ino:
             return None
         try:
-            return self._incomplete.pending.find(self.peek(parent_id, name))
+            return self._incomplete.pending.by_ino.get(self.peek(parent_id, name))
         except OSError:
             # The operation meets the same error, or none.
             return None

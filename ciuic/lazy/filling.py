@@ -140,7 +140,10 @@ class Filler:
                     with file.io:
                         gaps = file.ranges.gaps(start, end)
                         whole = gaps == [(start, end)]
-                        if whole and repository.chunks.id_of(os.pread(fd, end - start, start)) == ids[block]:
+                        if (
+                            whole
+                            and repository.identity.chunk_id(os.pread(fd, end - start, start)) == ids[block]
+                        ):
                             del ids[block]
                             continue
                         # Pages of zeros are not written, so what is there must be gone before.

@@ -300,10 +300,6 @@ class PendingFiles:
         with self.changed:
             self._order.put(self.by_ino.values())
 
-    def find(self, ino: int) -> PendingFile | None:
-        """Return the incomplete file of an inode; None if it is complete."""
-        return self.by_ino.get(ino)
-
     def open(self, file: PendingFile) -> int:
         """Open the file below the mount; the caller closes the descriptor.
 

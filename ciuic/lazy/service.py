@@ -41,7 +41,7 @@ import structlog
 from ciuic import STATE_DIR_NAME
 from ciuic.errors import Busy, CiuicError, DestinationExists, NotPermitted, UsageError
 from ciuic.fuse_layer.driver_choice import ask_kernel
-from ciuic.fuse_layer.kernel.negotiation import negotiate
+from ciuic.fuse_layer.kernel.session import negotiate
 from ciuic.fuse_layer.system import mounts, syscalls
 from ciuic.lazy.changes import ChangeJournals, durable_part, replay
 from ciuic.lazy.filesystem import LazyCore, LazyDriver, RequestGate

@@ -462,7 +462,7 @@ class _Check:
                 continue
             data = _live_block(damage.path, damage.offset, content.lengths[chunk])
             # The file may have changed since the snapshot: the id decides.
-            if data is not None and writer.chunk_id(data) == chunk:
+            if data is not None and self.repository.identity.chunk_id(data) == chunk:
                 writer.put_chunk(data)
                 self.mend(chunk, f"healed from the live file {os.fsdecode(damage.path)}")
         # Durable before the report says healed.

@@ -17,11 +17,11 @@ from typing import Final, NamedTuple
 
 from ciuic.errors import CiuicError, DestinationExists, UsageError
 from ciuic.repository import Repository, RepositoryExists
-from ciuic.repository.config import CONFIG_NAMES, read_config, read_file
+from ciuic.repository.config import CONFIG_NAMES, MAX_FILE_BYTES, read_config
 from ciuic.repository.locks import Claim, Lock
 from ciuic.repository.repository import PACKS_DIR, exists, make_directories
 from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR
-from ciuic.system.disk import Disk, open_regular
+from ciuic.system.disk import Disk, open_regular, read_regular
 
 _PACK: Final = re.compile(r"[0-9a-f]{16}\.pack\Z")
 _NAME: Final = re.compile(r"cs-[0-9a-f]{6,32}\Z")
@@ -170,10 +170,10 @@ def _content(source: str) -> _Content:
     configs = {}
     for name in CONFIG_NAMES:
         with suppress(FileNotFoundError):
-            configs[name] = read_file(f"{source}/{name}")
+            configs[name] = read_regular(f"{source}/{name}", MAX_FILE_BYTES)
     snapshots, marks = (
         {
-            name: read_file(f"{source}/{part}/{name}")
+            name: read_regular(f"{source}/{part}/{name}", MAX_FILE_BYTES)
             for name in sorted(os.listdir(f"{source}/{part}"))
             if _NAME.match(name)
         }
@@ -194,7 +194,7 @@ def _discard_unfinished(disk: Disk, where: str) -> None:
 def _replace(disk: Disk, path: str, data: bytes) -> None:
     """Write the file unless it has this content already."""
     with suppress(OSError):
-        if read_file(path) == data:
+        if read_regular(path, MAX_FILE_BYTES) == data:
             return
     disk.replace_file(path, data)
 

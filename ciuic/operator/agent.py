@@ -22,9 +22,8 @@ import structlog
 
 from ciuic.config import load_config, repository_path
 from ciuic.errors import Busy, CiuicError, NotFound, NotPermitted, Unreachable, UsageError
-from ciuic.operator.api import Api, ApiError, reference
+from ciuic.operator.api import Api, ApiError, Watch, reference, watch
 from ciuic.operator.policies import GROUP, VERSION
-from ciuic.operator.watching import Watch, watch
 from ciuic.protocol.control import DEFAULT_SOCKET, ControlClient
 from ciuic.protocol.stored_remotely import StoredRecordDamaged, read_record
 from ciuic.repository import Repository

@@ -28,9 +28,8 @@ from typing import Any, Final, Literal
 import structlog
 
 from ciuic.errors import ConfigError
-from ciuic.operator.api import Api, ApiError, reference
+from ciuic.operator.api import Api, ApiError, Watch, reference, watch
 from ciuic.operator.policies import GROUP, POLICY_LABEL, VERSION, Installation, objects_of
-from ciuic.operator.watching import Watch, watch
 
 Truth = Literal["True", "False", "Unknown"]
 # Of the schema. What an event may say is shorter, and cut where it is written.

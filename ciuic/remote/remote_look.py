@@ -20,10 +20,10 @@ from ciuic.protocol.stored_remotely import StoredRecord, StoredRecordDamaged, re
 from ciuic.remote.access import configured_objects, configured_secrets, open_configured, repository_space
 from ciuic.remote.documents import MAX_REMOTE_JSON_BYTES, read_document, read_remote_id
 from ciuic.remote.errors import DamagedRemote, PacksElsewhere
-from ciuic.remote.known_packs import lost_objects, read_known_packs
 from ciuic.remote.log_reader import naming_memory
 from ciuic.remote.object_names import REMOTE_JSON, log_entry_name
 from ciuic.remote.objects.model import NoSuchBucket, Objects, RemoteRefused, RemoteUnreachable
+from ciuic.remote.stored_facts import lost_objects, read_known_packs
 from ciuic.remote.writer_log import WriterState, is_readable_end, read_end
 from ciuic.repository import Repository
 from ciuic.units import plural

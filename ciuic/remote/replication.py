@@ -54,7 +54,6 @@ from ciuic.remote.access import (
 )
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.host_status import HostStatus
-from ciuic.remote.known_packs import add_known_pack, manifests_lacking, write_known_packs
 from ciuic.remote.log_reader import LogReader, Rounds, naming_memory
 from ciuic.remote.objects.model import (
     NoSuchBucket,
@@ -69,10 +68,13 @@ from ciuic.remote.stored_facts import (
     OtherLogs,
     StoredFacts,
     StoredState,
+    add_known_pack,
     content_digest,
     lacking_words,
+    manifests_lacking,
     newest_stored_states,
     stored_manifests,
+    write_known_packs,
 )
 from ciuic.remote.upload_deadline import (
     LOOK_SECONDS,
@@ -98,11 +100,12 @@ from ciuic.remote.uploader import (
 from ciuic.remote.writer_log import SEVERAL_WRITERS, LogRotation, WriterLog, WriterState
 from ciuic.repository import Repository, SnapshotInfo
 from ciuic.repository import log as events
-from ciuic.repository.config import read_file
+from ciuic.repository.config import MAX_FILE_BYTES
 from ciuic.repository.pack_directory import Packs
 from ciuic.repository.repository import PACKS_DIR
 from ciuic.repository.snapshots import SNAPSHOTS_DIR
 from ciuic.retention import plan_retention, snapshots_having
+from ciuic.system.disk import read_regular
 from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files, yield_to_others
 from ciuic.system.precedence import IoPriority, place
 from ciuic.system.urgency import REQUESTED_MIN_SHARE, Urgency
@@ -682,7 +685,9 @@ class Replication:
     def _content(self, id_: str) -> str:
         """Return the digest of a snapshot file here; empty if it is not here."""
         try:
-            return content_digest(read_file(self._repository.snapshots.path(SnapshotId(id_))))
+            return content_digest(
+                read_regular(self._repository.snapshots.path(SnapshotId(id_)), MAX_FILE_BYTES)
+            )
         except OSError:
             return ""
 

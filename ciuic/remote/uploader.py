@@ -69,13 +69,13 @@ from ciuic.remote.writer_log import WriterLog
 from ciuic.repository import Repository, Walker
 from ciuic.repository import log as events
 from ciuic.repository.chunk_reader import BadCopyError, read_base, read_stored, unpack
-from ciuic.repository.config import read_file
+from ciuic.repository.config import MAX_FILE_BYTES
 from ciuic.repository.identity import Bytes
 from ciuic.repository.model import ChunkLocation, PackKind, PackRecord
 from ciuic.repository.pack_directory import Packs
 from ciuic.repository.pack_format import CODED_FLAGS, MAX_CHUNK_BYTES, checksum
 from ciuic.repository.snapshot_walk import Reached
-from ciuic.system.disk import APPEND_FILE
+from ciuic.system.disk import APPEND_FILE, read_regular
 from ciuic.types import ChunkId, Entry, Snapshot, SnapshotId
 
 FIRST_PACK_BYTES: Final = SMALLEST_PACK_BYTES
@@ -356,7 +356,7 @@ class UncommittedPacks:
         self._path = f"{directory}/{_UNCOMMITTED_FILE}"
         self._refs: list[PackRef] = []
         try:
-            lines = read_file(self._path).split(b"\n")
+            lines = read_regular(self._path, MAX_FILE_BYTES).split(b"\n")
         except FileNotFoundError:
             lines = []
         for line in lines:
@@ -582,7 +582,7 @@ class _LocalCopies:
             if location.flags & CODED_FLAGS:
                 base = read_base(ChunkId(location.base) if location.base else b"", chunks.get)
                 content = unpack(stored, location.raw_bytes, location.flags, base=base)
-            if chunks.id_of(content) == id_:
+            if chunks.identity.chunk_id(content) == id_:
                 return _StoredBytes(
                     id_, kind, stored, location.raw_bytes, location.flags, location.base or b""
                 )
@@ -907,11 +907,11 @@ class Uploader:
         name = manifest_name(job=labels.job or "files", epoch=labels.epoch, step=labels.step, host=self._host)
         store = self._repository.snapshots
         try:
-            marks = read_file(store.marks_path(snapshot.id))
+            marks = read_regular(store.marks_path(snapshot.id), MAX_FILE_BYTES)
         except FileNotFoundError:
             marks = b""
         try:
-            file = read_file(store.path(snapshot.id))
+            file = read_regular(store.path(snapshot.id), MAX_FILE_BYTES)
         except FileNotFoundError:
             raise NotFound(f"the snapshot {snapshot.id} was removed while it was uploaded") from None
         manifest = RemoteManifest(

@@ -72,7 +72,7 @@ class BulkReader:
     """Reader of many chunks, for one thread and one `read` at a time."""
 
     def __init__(self, packs: PackSource, finder: ManyFinder, identity: Identity) -> None:
-        self._packs = packs
+        self.packs = packs
         self._finder = finder
         self._chunk_id = identity.chunk_id
         # Used again for every run; a caller that keeps content has to copy it.
@@ -112,20 +112,12 @@ class BulkReader:
         found = self._finder.find_many(chunks)
         return {chunk: location for chunk, location in found.items() if _possible(location)}
 
-    def pack_descriptor(self, number: int) -> int:
-        """Return the descriptor of a pack, to share extents; valid until the next call of anything here.
-
-        Raises:
-            NotFound: the pack is gone.
-        """
-        return self._packs.descriptor(number)
-
     def _announce(self, runs: list[list[_Wanted]]) -> None:
         """Let the kernel, or the remote's client, start reading all runs while the first is worked on."""
         for number, start, end in _adjoining((run[0][0].pack, *_span(run)) for run in runs):
             # Only advice.
             with suppress(OSError, NotFound):
-                self._packs.will_need(number, start, end - start)
+                self.packs.will_need(number, start, end - start)
 
     def _read_run(self, run: list[_Wanted], chunks: Sequence[ChunkId]) -> Iterator[ReadChunk]:
         start, end = _span(run)
@@ -135,7 +127,7 @@ class BulkReader:
         try:
             records = (location for location, _ in run)
             target = memoryview(self._buffer)[: end - start]
-            length = self._packs.read_run(run[0][0].pack, records, start, target)
+            length = self.packs.read_run(run[0][0].pack, records, start, target)
         except NotFound:
             length = 0
         except OSError as error:

@@ -106,7 +106,7 @@ class ChunkReader:
     def __init__(self, packs: PackSource, finder: Finder, identity: Identity) -> None:
         self._packs = packs
         self._finder = finder
-        self._identity = identity
+        self.identity = identity
 
     def get(self, chunk: ChunkId) -> bytes:
         """Return the content, checked against its id.
@@ -136,7 +136,7 @@ class ChunkReader:
                         chunk, location.pack, location.offset, f"none of {_MAX_COPIES_READ} copies is good"
                     )
                 try:
-                    return read_copy(self._packs, location, chunk, self._identity, base)
+                    return read_copy(self._packs, location, chunk, self.identity, base)
                 except BadCopyError as error:
                     failed.append(location)
                     reason = reason or str(error)
@@ -185,10 +185,6 @@ class ChunkReader:
                 reason = f"it is stored as a difference: {error.message}"
                 raise DamagedChunk(chunk, found[0].pack, found[0].offset, reason) from None
         return found
-
-    def id_of(self, data: Bytes) -> ChunkId:
-        """Return the id of this content in the repository, to compare a file without a writer."""
-        return self._identity.chunk_id(data)
 
 
 def _too_deep(base: ChunkId) -> bytes:

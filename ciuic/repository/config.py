@@ -138,7 +138,7 @@ def read_config(directory: str) -> StoredConfig:
     for name in CONFIG_NAMES:
         try:
             # Either copy is enough: the second is read only if the first is bad.
-            return decode_config(read_file(f"{directory}/{name}"))
+            return decode_config(read_regular(f"{directory}/{name}", MAX_FILE_BYTES))
         except FileNotFoundError:
             missing += 1
             problems.append(f"{name}: missing")
@@ -173,7 +173,7 @@ def config_problems(directory: str) -> list[str]:
     good = []
     for name in CONFIG_NAMES:
         try:
-            good.append(decode_config(read_file(f"{directory}/{name}")))
+            good.append(decode_config(read_regular(f"{directory}/{name}", MAX_FILE_BYTES)))
         except (OSError, DamagedRepository, UnsupportedFormat) as error:
             problems.append(f"{name}: {error}")
     # A crash between the two writes of `raise_format` leaves two formats. Nothing is stored then that needs
@@ -189,7 +189,7 @@ def repair_config(disk: Disk, directory: str) -> list[str]:
     written = []
     for name in CONFIG_NAMES:
         try:
-            if decode_config(read_file(f"{directory}/{name}")) == config:
+            if decode_config(read_regular(f"{directory}/{name}", MAX_FILE_BYTES)) == config:
                 continue
         except (OSError, DamagedRepository):
             # This copy is the one to write.
@@ -211,8 +211,3 @@ def raise_format(disk: Disk, directory: str, config: StoredConfig) -> StoredConf
     for name in reversed(CONFIG_NAMES):
         disk.replace_file(f"{directory}/{name}", encode_config(raised))
     return raised
-
-
-def read_file(path: str, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """Return the content of a small file, at most ``limit_bytes``. OSError, also if it is no regular file."""
-    return read_regular(path, limit_bytes)

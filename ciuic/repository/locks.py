@@ -128,11 +128,6 @@ class Claim:
             raise
         return cls(fd)
 
-    @classmethod
-    def taken_over(cls, fd: int) -> Claim:
-        """Return the claim that another process handed over with its descriptor."""
-        return cls(fd)
-
     def fileno(self) -> int:
         """Return the descriptor that holds the claim."""
         return self._fd

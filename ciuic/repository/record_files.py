@@ -16,9 +16,9 @@ from typing import TypeVar
 
 import msgspec
 
-from ciuic.repository.config import read_file
+from ciuic.repository.config import MAX_FILE_BYTES
 from ciuic.structs import decode_json
-from ciuic.system.disk import Disk
+from ciuic.system.disk import Disk, read_regular
 
 _Note = TypeVar("_Note", bound=msgspec.Struct)
 
@@ -45,7 +45,7 @@ def write_note(directory: str, name: str, note: msgspec.Struct, *, durable: bool
 def read_note(directory: str, name: str, kind: type[_Note]) -> _Note | None:
     """Return the record; None if it is missing or damaged."""
     try:
-        return decode_note(read_file(f"{directory}/{name}"), kind)
+        return decode_note(read_regular(f"{directory}/{name}", MAX_FILE_BYTES), kind)
     except OSError:
         return None
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from ciuic.errors import CiuicError, NotFound, UsageError
 from ciuic.repository import log
-from ciuic.repository.config import read_file
+from ciuic.repository.config import MAX_FILE_BYTES
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
 from ciuic.repository.identity import new_snapshot_id
 from ciuic.repository.index_database import (
@@ -33,6 +33,7 @@ from ciuic.repository.index_database import (
 )
 from ciuic.repository.model import SnapshotInfo, UnreadableSnapshot
 from ciuic.repository.snapshot_sets import SnapshotSet, named_snapshot, parse_set_name, sets_of
+from ciuic.system.disk import read_regular
 from ciuic.times import parse_time
 from ciuic.types import Snapshot, SnapshotId, is_safety, order_of
 
@@ -312,7 +313,7 @@ class SnapshotStore(CommittedSnapshots):
         from ciuic.repository import snapshot_format
 
         try:
-            data = read_file(self.path(id_))
+            data = read_regular(self.path(id_), MAX_FILE_BYTES)
         except FileNotFoundError:
             raise NotFound(f"there is no snapshot {id_}", hint="ciuic list shows those there are.") from None
         except OSError as error:
@@ -320,7 +321,7 @@ class SnapshotStore(CommittedSnapshots):
         stored = snapshot_format.decode_snapshot(id_, data, self._repository_id)
         marks = snapshot_format.StoredMarks(id=id_)
         try:
-            marks = snapshot_format.decode_marks(id_, read_file(self.marks_path(id_)))
+            marks = snapshot_format.decode_marks(id_, read_regular(self.marks_path(id_), MAX_FILE_BYTES))
         except FileNotFoundError:
             # Most snapshots were never marked.
             pass

@@ -453,7 +453,7 @@ class BlockWorker:
 
     def _share(self, part: FileBlock, location: ChunkLocation, length: int) -> bool:
         try:
-            pack = self.repository.bulk.pack_descriptor(location.pack)
+            pack = self.repository.bulk.packs.descriptor(location.pack)
         except NotFound:
             # `ciuic prune` removed the pack meanwhile, after it had copied the live chunks to another one.
             return False
@@ -563,7 +563,7 @@ class BlockWorker:
         from ciuic.repository.extent_sharing import share_extents
 
         try:
-            pack = self.repository.bulk.pack_descriptor(run[0].location.pack)
+            pack = self.repository.bulk.packs.descriptor(run[0].location.pack)
         except NotFound:
             return False
         start, length, offset = run[0].start, run[-1].end - run[0].start, run[0].location.offset
@@ -588,7 +588,7 @@ class BlockWorker:
             self._buffer = bytearray(end - start)
         view = memoryview(self._buffer)[: end - start]
         # A short read means that the file ends before the block: then it is different.
-        return os.preadv(fd, [view], start) == len(view) and self.repository.chunks.id_of(view) == chunk
+        return os.preadv(fd, [view], start) == len(view) and self.repository.identity.chunk_id(view) == chunk
 
     def _cleared(self, fd: int, start: int, end: int) -> int:
         """Make the range a hole unless it reads as zeros; return how many bytes were different."""

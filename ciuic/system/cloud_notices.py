@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from ciuic.printable import one_line
-from ciuic.system.clouds import Cloud
+from ciuic.types import Cloud
 
 _ENDPOINTS: Final[dict[str, str]] = {
     "aws": "http://169.254.169.254",

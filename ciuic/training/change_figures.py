@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 from ciuic.errors import CiuicError, pip_install
-from ciuic.training.format.tensors import safetensors_name
+from ciuic.training.format.tensors import SAFETENSORS_NAMES
 
 Array = Any
 """A numpy.ndarray: NumPy is imported when a difference is computed, not with this module."""
@@ -77,8 +77,8 @@ def number_kind(stored: str, own: str = "", *, of_torch: bool = True) -> NumberK
         of_torch: Whether the framework is torch, else NumPy.
     """
     if own and of_torch:
-        stored = safetensors_name(own) or stored
-        if safetensors_name(own) is None:
+        stored = SAFETENSORS_NAMES.get(own, stored)
+        if own not in SAFETENSORS_NAMES:
             return _native(own, _COMPLEX[own]) if own in _COMPLEX else NumberKind(own, 1, None)
     elif own:
         return _of_numpy(own)

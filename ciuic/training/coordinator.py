@@ -102,7 +102,7 @@ class SaveCoordinator:
         self._last_save: LastSave | None = None
         self._step_end: BoundaryState | None = None
         """Generators and positions right after the last step, until its boundary comes."""
-        self._deferred: list[Callable[[], object]] = []
+        self.deferred: list[Callable[[], object]] = []
         """Saves that were asked for within a step, for its boundary."""
         # Nothing calls these methods before the first object is registered, when all parts are there.
         self.boundaries = Boundaries(self._stepped, self._at_boundary, capturing, self._step_over)
@@ -321,7 +321,7 @@ class SaveCoordinator:
         # First the goodbye: waiting for the last saves may take longer than `heartbeat_seconds`, and a daemon
         # takes a training without a goodbye and without beats for hung.
         self.heartbeat.closing(error)
-        if self._deferred:
+        if self.deferred:
             log.warning(
                 "ciuic: a snapshot that was asked for within optimizer.step() was not taken: the step never ended"
             )
@@ -370,7 +370,7 @@ class SaveCoordinator:
         # Only where it may be needed: copies of what programs register take time, and hooks are seen by programs.
         wanted = (
             self.boundaries.is_uncertain
-            or bool(self._deferred)
+            or bool(self.deferred)
             or (self._last_save is not None and self._last_save.watch.is_pending)
             or self.schedule.may_be_due(self.run.step, self.pipeline.costs)
         )
@@ -433,15 +433,11 @@ class SaveCoordinator:
         # Last, because the snapshot needs to know which optimizers have reported this step.
         self.pipeline.overlap.boundary()
 
-    def defer(self, save: Callable[[], object]) -> None:
-        """Take a snapshot that was asked for within a step when the step is over."""
-        self._deferred.append(save)
-
     def take_deferred(self) -> None:
         """Take the snapshots that were asked for within a step: it is over."""
-        while self._deferred:
+        while self.deferred:
             with quietly("a snapshot that was asked for within a step could not be taken"):
-                self._deferred.pop(0)()
+                self.deferred.pop(0)()
 
     def _prepare(self) -> None:
         """Allocate the first arena and compute the forecast, now that the state has its size."""

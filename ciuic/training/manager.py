@@ -274,7 +274,7 @@ class SnapshotManager(TrainingSnapshots):
             log.warning(
                 "ciuic: save_snapshot was called within optimizer.step(): it is taken when the step is over"
             )
-            self._coordinator.defer(lambda: taker.take(wanted, taker.parts_when_asked(place)))
+            self._coordinator.deferred.append(lambda: taker.take(wanted, taker.parts_when_asked(place)))
             return None
         try:
             save = taker.take(wanted, taker.parts_when_asked(place))

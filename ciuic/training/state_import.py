@@ -180,7 +180,7 @@ def answer_order(order: ImportOrder) -> ImportAnswer:
 
 def _limit(path: Path) -> int:
     """Limit this process by the size of what it is to read; return that size."""
-    from ciuic.training.convert.foreign_directory import ForeignDirectory
+    from ciuic.training.convert.foreign_files import ForeignDirectory
 
     if path.is_dir():
         with ForeignDirectory(path) as directory:
@@ -246,7 +246,7 @@ class _Given:
 def _read(path: Path, size_bytes: int) -> ForeignState:
     # Imports torch, which is a package that may be missing.
     from ciuic.training.convert import foreign_files
-    from ciuic.training.convert.foreign_directory import ForeignDirectory, open_foreign
+    from ciuic.training.convert.foreign_files import ForeignDirectory, open_foreign
 
     if not path.is_dir():
         with open_foreign(path) as file:

@@ -579,7 +579,7 @@ class _Writer:
         self._arenas[number] = ReadArena(fd)
 
     def _save(self, save: SaveRequest) -> None:
-        claim = Claim.taken_over(self._trainer.fds.popleft()) if save.claim else None
+        claim = Claim(self._trainer.fds.popleft()) if save.claim else None
         asked = save.asking is not None and not save.asking.problem
         files = PairAnswer(save.asking, self._trainer.fds.popleft() if asked else None)
         try:

@@ -22,11 +22,10 @@ from typing import Annotated, Final, Protocol, TypeVar
 import msgspec
 
 from ciuic.repository import Repository
-from ciuic.repository.config import read_file
 from ciuic.repository.snapshots import VERDICTS_DIR, SnapshotStore
 from ciuic.repository.trust import foreign_flaw
 from ciuic.structs import decode_json
-from ciuic.system.disk import READ_FILE, Disk
+from ciuic.system.disk import READ_FILE, Disk, read_regular
 from ciuic.types import Snapshot
 from ciuic.verdicts.model import DEFECT, RULES, Checkpoint, Verdict
 
@@ -261,7 +260,7 @@ class VerdictRecords:
         if not self.key:
             return None
         try:
-            data = read_file(f"{self._directory}/{id_}", MAX_RECORD_BYTES)
+            data = read_regular(f"{self._directory}/{id_}", MAX_RECORD_BYTES)
         except OSError:
             return None
         record = decode_record(data, self.key, kind)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Final
 
 from ciuic.errors import CiuicError, NotPermitted
-from ciuic.fuse_layer.kernel.negotiation import negotiate
+from ciuic.fuse_layer.kernel.session import negotiate
 from ciuic.fuse_layer.system import mounts
 from ciuic.maintenance.drill import scratch_directory
 from ciuic.printable import one_line

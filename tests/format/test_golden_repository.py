@@ -111,7 +111,7 @@ def test_chunks_stored_relative_to_a_twin_read_back(golden: Repository) -> None:
         writer.flush()
         assert writer.new_bytes == 0
     for data in (recipe.MASTERS, recipe.WIDE_HALVES):
-        found = golden.chunks.locate(golden.chunks.id_of(data))
+        found = golden.chunks.locate(golden.chunks.identity.chunk_id(data))
         assert found.base
         assert found.stored_bytes < 0.7 * len(data)
-        assert golden.chunks.get(golden.chunks.id_of(data)) == data
+        assert golden.chunks.get(golden.chunks.identity.chunk_id(data)) == data

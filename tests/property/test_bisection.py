@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.bisection import Bisection
+from ciuic.cli.commands.mount import Bisection
 
 
 @given(st.data(), st.integers(1, 200))

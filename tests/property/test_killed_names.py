@@ -32,7 +32,7 @@ from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.journal import journal_writer
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
 from ciuic.fuse_layer.kernel.driver import KernelDriver
-from ciuic.fuse_layer.kernel.negotiation import Negotiated
+from ciuic.fuse_layer.kernel.session import Negotiated
 from ciuic.fuse_layer.state import node_table, overlay_state, passthrough_state
 from ciuic.fuse_layer.system import path_handles, syscalls
 from ciuic.fuse_layer.tracking import hidden_links

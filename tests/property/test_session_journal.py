@@ -112,7 +112,7 @@ class Session:
 
     def _forget(self, folder: int, name: bytes, _target: int, _other: bytes) -> None:
         node = self.core.names.lookup(folder, name).node
-        self.core.names.forget(node, self.known.pop(node, 0) + 1)
+        self.core.nodes.forget(node, self.known.pop(node, 0) + 1)
         self.folders = [known for known in self.folders if known != node]
 
     def _list(self, folder: int, _name: bytes, _target: int, _other: bytes) -> None:
@@ -123,7 +123,7 @@ class Session:
 
     def _forget_all(self, _folder: int, _name: bytes, _target: int, _other: bytes) -> None:
         forgotten = [(node, self.known.pop(node)) for node in list(self.known) if node not in self.folders]
-        self.core.names.forget_all(forgotten)
+        self.core.nodes.forget_all(forgotten)
 
     def _open(self, folder: int, name: bytes, _target: int, _other: bytes) -> None:
         found = self.core.names.lookup(folder, name)

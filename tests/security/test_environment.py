@@ -223,7 +223,7 @@ _BECOMES = {
 _CALLERS_OWN = {
     "ciuic/cli/commands/watch.py": "the command that the caller names, as the caller would run it",
     "ciuic/system/slurm.py": "Slurm's scontrol and squeue, in the environment that Slurm gave the job",
-    "ciuic/system/relayed_command.py": "the command of the caller's job, as the caller would run it",
+    "ciuic/cli/commands/slurm.py": "the command of the caller's job, as the caller would run it",
     "ciuic/daemon/base/alert_hook.py": "the operator's command; tests/security/test_alert_text.py",
 }
 

@@ -22,8 +22,8 @@ from ciuic.errors import CiuicError, UsageError
 from ciuic.training import import_state, state_import
 from ciuic.training.convert import foreign_files
 from ciuic.training.convert.dcp_import import decode_torch_metadata, read_dcp
-from ciuic.training.convert.foreign_directory import ForeignDirectory
 from ciuic.training.convert.foreign_files import (
+    ForeignDirectory,
     check_extent,
     load_plain,
     read_hugging_face,

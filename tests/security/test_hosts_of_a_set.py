@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ciuic.cli.shared import set_of_hosts
-from ciuic.cli.shared.set_of_hosts import OtherHosts
+from ciuic.cli.commands import snapshot as snapshot_command
+from ciuic.cli.commands.snapshot import OtherHosts
 from ciuic.errors import Partial
 from ciuic.remote.documents import StoredSetMark, StoredSetPlan, encode_set_object
 from ciuic.remote.object_names import set_mark_name, set_plan_name
@@ -28,7 +28,7 @@ def _ssh(tmp_path: Path, script: str) -> dict[str, str]:
 
 def test_a_host_that_never_ends_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that says much and does not end costs its part of the set, within a limit of time."""
-    monkeypatch.setattr(set_of_hosts, "_CUT_SECONDS", 0.5)
+    monkeypatch.setattr(snapshot_command, "_CUT_SECONDS", 0.5)
     with OtherHosts(("a", "b"), "a", [], _ssh(tmp_path, "exec yes")) as others:
         with pytest.raises(Partial, match="no end within"):
             others.finish()
@@ -38,7 +38,7 @@ def test_a_host_that_never_ends_is_not_waited_for(tmp_path: Path, monkeypatch: p
 def test_what_a_host_says_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the last lines of a failed host's 64 MB of output are kept and shown."""
     told: list[str] = []
-    monkeypatch.setattr(set_of_hosts, "note", told.append)
+    monkeypatch.setattr(snapshot_command, "note", told.append)
     script = "yes | head -c 64000000 >&2; echo last words >&2; exit 3"
     with OtherHosts(("a", "b"), "a", [], _ssh(tmp_path, script)) as others:
         with pytest.raises(Partial, match="exit code 3"):

@@ -433,7 +433,7 @@ class OwnerMachine(RuleBasedStateMachine):
             self.core.files.write(handle, 0, b"new")
         finally:
             self.core.files.release(handle)
-            self.core.names.forget(attr.node, 1)
+            self.core.nodes.forget(attr.node, 1)
         if not self.core.status()["abandoned"]:
             undo = _find_undo(self.fd)
             assert os.path.exists(f"/proc/self/fd/{undo}/{undo_format.sealed_name(cut.epoch)}")

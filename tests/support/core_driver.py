@@ -106,7 +106,7 @@ class CoreDriver:
         """Forget nodes as if the kernel dropped its caches."""
         lookups, self._lookups = self._lookups, {}
         for node, count in lookups.items():
-            self.core.names.forget(node, count)
+            self.core.nodes.forget(node, count)
 
     def _place(self, path: bytes) -> tuple[int, bytes]:
         folder, _, name = path.rpartition(b"/")

@@ -134,7 +134,7 @@ class _Machine:
 
     def forget(self, node: int) -> None:
         if node != ROOT_ID:
-            self.core.names.forget(node, 1)
+            self.core.nodes.forget(node, 1)
 
     def write(self, folder: bytes, name: bytes, data: bytes, offset: int = 0) -> None:
         """Write to the file, created if need be; offset -1 appends."""

@@ -53,7 +53,7 @@ from ciuic.fuse_layer import undo_format as undo
 from ciuic.fuse_layer.core.overlay_core import Attr, Epochs, OverlayCore
 from ciuic.fuse_layer.journal import inherited_session, records
 from ciuic.fuse_layer.kernel.driver import KernelDriver
-from ciuic.fuse_layer.kernel.negotiation import Negotiated
+from ciuic.fuse_layer.kernel.session import Negotiated
 from ciuic.fuse_layer.state.passthrough_state import RecentChanges
 from ciuic.fuse_layer.tracking.changes import Tracker
 from ciuic.maintenance.verify import Pass
@@ -427,7 +427,7 @@ class _StubCore:
         self._fd = fd
         self.pending = True
         # The groups of operations, too.
-        self.names = self.files = self.attributes = self.directories = self
+        self.nodes = self.names = self.files = self.attributes = self.directories = self
         self.recent = RecentChanges()
 
     def __getattr__(self, name: str) -> Any:

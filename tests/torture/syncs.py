@@ -76,7 +76,7 @@ MUTATIONS = (
     Mutation("packs/ when a pack is new", "ciuic/repository/writing/chunk_store.py", "self._disk.sync_dir(", (_STORE, _ORDER)),
     Mutation("what stands before a footer", "ciuic/repository/writing/chunk_store.py", "self._sync_file()", (_ORDER,), nth=1),
     Mutation("a footer", "ciuic/repository/writing/chunk_store.py", "self._sync_file()", (_ORDER,), nth=2),
-    Mutation("a recovered tail", "ciuic/repository/writing/recovery.py", "disk.sync(fd)", (_ORDER,)),
+    Mutation("a recovered tail", "ciuic/repository/writer_index.py", "disk.sync(fd)", (_ORDER,)),
     Mutation("snapshots/ after a removal", "ciuic/repository/writing/writer.py", "self._disk.sync_dir(", (_STORE, _ORDER)),
     Mutation("a small file before its name", "ciuic/system/disk.py", "self.sync(fd)", (_STORE, _ORDER, _LAZY)),
     Mutation("the name of a small file", "ciuic/system/disk.py", "self.sync_dir(", (_STORE, _ORDER)),

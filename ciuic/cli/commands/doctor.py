@@ -2,6 +2,11 @@
 
 Guarantees: nothing is changed; one check that fails itself is a finding and does not stop the others; exit code 0 unless
 there is a problem (1).
+
+Checks of `ciuic doctor --recovery`: the checklist of docs/restore.md, line by line, on what is known here.
+
+Guarantees: nothing is changed. Stores are asked for their key slots, and whether they still are what this host left; everything else
+is read from the repository and the records of this host. A line that cannot be looked at is a warning and stops no other.
 """
 
 from __future__ import annotations
@@ -28,6 +33,223 @@ if TYPE_CHECKING:
     from ciuic.config import Config
     from ciuic.protocol.control_types import StatusDocument
     from ciuic.system.mountinfo import Mount
+
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ciuic.cli.inquiry import Inquiry, NoAnswer, not_looked_at
+from ciuic.system.disk_space import available_bytes
+from ciuic.units import human_duration, human_size
+
+if TYPE_CHECKING:
+    from ciuic.config import Config, RemoteConfig
+    from ciuic.protocol.last_drill import LastDrill
+    from ciuic.repository import Repository
+    from ciuic.retention import RetentionPolicy
+
+
+_NS: Final = 10**9
+_DAY_SECONDS: Final = 86_400
+_MIN_REACH_SECONDS: Final = 3 * _DAY_SECONDS
+"""A mistake of a Friday evening is found on Monday."""
+_MAX_DRILL_SECONDS: Final = 35 * _DAY_SECONDS
+"""Where no interval is configured: the timer's month, and some days."""
+_MAX_LAG_SECONDS: Final = _DAY_SECONDS
+
+
+def snapshots_are_young(repository: Repository, config: Config, now_ns: int) -> Iterator[Finding]:
+    """Every root has a snapshot that is younger than two intervals."""
+    limit_seconds = 2 * config.schedule.interval_seconds
+    for root in config.roots:
+        place = shown_text(str(root.path))
+        newest = repository.snapshots.latest(os.fsencode(root.path))
+        if newest is None:
+            yield problem("recovery: work at risk", f"{place} is in no snapshot", "ciuic snapshot --wait")
+            continue
+        age_seconds = max(0.0, (now_ns - newest.time_ns) / _NS)
+        text = f"{place} would come back as of {human_duration(age_seconds)} ago ({newest.id})"
+        if age_seconds > limit_seconds:
+            yield problem("recovery: work at risk", text, "ciuic status says why there is no younger one")
+        else:
+            yield ok("recovery: work at risk", text)
+    if not config.roots:
+        yield problem("recovery: work at risk", "no directory is protected", "ciuic protect PATH")
+
+
+def reach_seconds(policy: RetentionPolicy) -> int:
+    """Return how far back the rules reach on a host that takes snapshots all the time."""
+    return max(
+        policy.keep_within_seconds,
+        policy.keep_hourly * 3600,
+        policy.keep_daily * _DAY_SECONDS,
+        policy.keep_weekly * 7 * _DAY_SECONDS,
+        policy.keep_monthly * 30 * _DAY_SECONDS,
+        policy.keep_yearly * 365 * _DAY_SECONDS,
+    )
+
+
+def retention_reaches_back(config: Config) -> Iterator[Finding]:
+    """Snapshots are kept until a mistake is found."""
+    reach = max(reach_seconds(config.retention), *(reach_seconds(one.keep) for one in config.remotes), 0)
+    text = f"a mistake can be undone for {human_duration(reach)}"
+    if reach < _MIN_REACH_SECONDS:
+        yield warning(
+            "recovery: retention",
+            f"{text}, and one of a Friday evening is found on Monday",
+            '[retention] keep_within = "7d", or keep_daily = 14',
+        )
+    else:
+        yield ok("recovery: retention", text)
+
+
+def nothing_is_damaged(repository: Path) -> Iterator[Finding]:
+    """No damage is known that would be met by a restore."""
+    from ciuic.protocol.known_damage import DAMAGE_HINT, damage_status, damage_words, read_damage
+
+    damage = damage_status(read_damage(repository))
+    if damage is None:
+        yield ok("recovery: damage", "none is known")
+    else:
+        yield problem("recovery: damage", damage_words(damage), DAMAGE_HINT)
+
+
+def last_drill_is_good(
+    drills: Sequence[LastDrill], every_seconds: int | None, now_ns: int
+) -> Iterator[Finding]:
+    """A restore from the repository was tried lately, and was exact."""
+    from ciuic.protocol.last_drill import standing_drill
+
+    yield _drilled(
+        "recovery: drill", standing_drill(drills), every_seconds, now_ns, "ciuic drill", "a restore"
+    )
+
+
+def _drilled(
+    check: str, drill: LastDrill | None, every_seconds: int | None, now_ns: int, remedy: str, what: str
+) -> Finding:
+    if drill is None:
+        return warning(check, f"{what} was never tried", remedy)
+    age_seconds = max(0.0, (now_ns - drill.time_ns) / _NS)
+    ago = f"{human_duration(age_seconds)} ago"
+    if not drill.is_good:
+        return problem(
+            check, f"{what} was tried {ago}, and {drill.verdict}: {shown_text(drill.reason)}", remedy
+        )
+    if age_seconds > max(_MAX_DRILL_SECONDS, 2 * (every_seconds or 0)):
+        return warning(check, f"{what} was last tried {ago}", remedy)
+    return ok(
+        check,
+        f"{what} was exact {ago}: {plural(drill.files, 'file')}; all of it would take about "
+        f"{human_duration(drill.estimated_seconds)}",
+    )
+
+
+def there_is_another_place(config: Config) -> Iterator[Finding]:
+    """Snapshots are on another machine as well."""
+    if not config.remotes:
+        yield warning(
+            "recovery: remote",
+            "there is no remote: everything is lost with this host",
+            "ciuic remote init URL",
+        )
+
+
+def remote_has_it(repository: Repository, remote: RemoteConfig, now_ns: int) -> Iterator[Finding]:
+    """The remote has the newest snapshots, the upload waits for nothing, and a rescue was tried."""
+    from ciuic.protocol.last_drill import read_last_drill
+    from ciuic.protocol.stored_remotely import remote_lag, upload_state_dir
+    from ciuic.remote.remote_look import looks
+    from ciuic.remote.upload_status import read_status
+
+    check = f"recovery: remote {remote.name}"
+    look = looks([remote], repository, away=False).get(remote.name, "")
+    lag = remote_lag(remote, repository.id, repository.snapshots.list(), now_ns=now_ns, look=look)
+    limit_seconds = remote.max_lag_seconds or _MAX_LAG_SECONDS
+    upload = read_status(remote.name, upload_state_dir())
+    if lag.flaw:
+        yield problem(check, lag.flaw, "ciuic remote status")
+    elif lag.seconds > limit_seconds:
+        yield problem(
+            check,
+            f"it lacks {human_duration(lag.seconds)} of work, {plural(lag.snapshots, 'snapshot')}",
+            "ciuic remote status says what it waits for",
+        )
+    elif upload is not None and upload.waits_for:
+        yield warning(check, f"nothing is sent: {shown_text(upload.waits_for)}", "ciuic remote status")
+    else:
+        lacks = f"lacks {human_duration(lag.seconds)} of work" if lag.snapshots else "has everything"
+        yield ok(check, f"it {lacks}; {plural(lag.stored, 'snapshot')} of this repository there")
+    yield _drilled(
+        f"recovery: drill {remote.name}",
+        read_last_drill(remote.name),
+        None,
+        now_ns,
+        f"ciuic remote drill {remote.name}",
+        "a rescue",
+    )
+
+
+def key_is_elsewhere(remote: RemoteConfig) -> Iterator[Finding]:
+    """The remote can be reached, and opened without any file of this host."""
+    from ciuic.remote.access import KeySlots, configured_objects
+
+    check = f"recovery: key {remote.name}"
+    objects = configured_objects(remote)
+    try:
+        slots = KeySlots(objects).all()
+    finally:
+        objects.close()
+    if not slots:
+        if remote.encryption:
+            yield problem(check, "the remote has no key slot that can be read", "ciuic remote keys list")
+        else:
+            yield ok(check, "the remote is not encrypted, and opens without a key")
+        return
+    # A file is of one host, and what a command prints may be; these two a person has.
+    kinds = sorted({one.kind for one in slots if one.kind in ("recovery", "passphrase")})
+    if kinds:
+        yield ok(
+            check,
+            f"the remote answers, and opens without this host by: {', '.join(kinds)} (find it now, not then)",
+        )
+    else:
+        yield problem(
+            check,
+            f"only {plural(len(slots), 'key file or command', 'key files or commands')} of hosts open the remote: lost with them, so are the data",
+            f"ciuic remote keys add --recovery {remote.name}, and write it down somewhere else",
+        )
+
+
+def restore_has_room(repository: Repository, config: Config, inquiry: Inquiry) -> Iterator[Finding]:
+    """Each root fits beside what is there now."""
+    for root in config.roots:
+        place = shown_text(str(root.path))
+        newest = repository.snapshots.latest(os.fsencode(root.path))
+        if newest is None:
+            continue
+        snapshot = repository.snapshots.load(newest.id)
+        record = next(one for one in snapshot.roots if one.path == os.fsencode(root.path))
+        size_bytes = record.entry.total_bytes + record.links_bytes
+        try:
+            yield from inquiry.findings(root.path, partial(_room, root.path, place, size_bytes))
+        except NoAnswer as error:
+            yield not_looked_at("recovery: room", error)
+
+
+def _room(path: Path, place: str, size_bytes: int) -> Iterator[Finding]:
+    free_bytes = available_bytes(path)
+    text = f"{place} has {human_size(size_bytes)} in its newest snapshot, and its disk {human_size(free_bytes)} free"
+    if free_bytes < size_bytes:
+        yield warning(
+            "recovery: room",
+            f"{text}: it can be restored in place, and not beside what is there",
+            "know another disk, for ciuic restore -d",
+        )
+        return
+    yield ok("recovery: room", text)
+
 
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
@@ -124,7 +346,6 @@ def examine(session: Session, paths: tuple[bytes, ...]) -> Iterator[Finding]:
 
 def examine_recovery(session: Session) -> Iterator[Finding]:
     """Tick the recovery checklist, in its order."""
-    from ciuic.cli import recovery_checks as checks
     from ciuic.protocol.last_drill import read_drills
 
     try:
@@ -138,22 +359,20 @@ def examine_recovery(session: Session) -> Iterator[Finding]:
     except CiuicError as error:
         yield problem("recovery: repository", error.message, error.hint or "ciuic check")
         return
-    yield from _safely(
-        "recovery: work at risk", lambda: checks.snapshots_are_young(repository, config, now_ns)
-    )
-    yield from checks.retention_reaches_back(config)
-    yield from checks.nothing_is_damaged(session.repository_dir)
+    yield from _safely("recovery: work at risk", lambda: snapshots_are_young(repository, config, now_ns))
+    yield from retention_reaches_back(config)
+    yield from nothing_is_damaged(session.repository_dir)
     drills = read_drills(session.repository_dir)
-    yield from checks.last_drill_is_good(drills, config.drill.every_seconds, now_ns)
-    yield from checks.there_is_another_place(config)
+    yield from last_drill_is_good(drills, config.drill.every_seconds, now_ns)
+    yield from there_is_another_place(config)
     for remote in config.remotes:
         yield from _safely(
             f"recovery: remote {remote.name}",
-            partial(checks.remote_has_it, repository, remote, now_ns),
+            partial(remote_has_it, repository, remote, now_ns),
         )
-        yield from _safely(f"recovery: key {remote.name}", partial(checks.key_is_elsewhere, remote))
+        yield from _safely(f"recovery: key {remote.name}", partial(key_is_elsewhere, remote))
     inquiry = Inquiry()
-    yield from _safely("recovery: room", lambda: checks.restore_has_room(repository, config, inquiry))
+    yield from _safely("recovery: room", lambda: restore_has_room(repository, config, inquiry))
 
 
 def _places(

@@ -5,7 +5,7 @@ repeated as pending.retry_after says; a defect in this program costs one snapsho
 epoch is gone is left out (`cut.settle_doubt`), and a snapshot without any root is reported lost. The task that
 goes on with a snapshot of a killed daemon waits for the capture that works for it. No estimate is given where
 nothing is known (a first capture does not know how much there is). Leaves to others: the queue and its journal
-(snapshot_queue.py), the cut (cut.py), the work itself (capture_process.py).
+(pending.py), the cut (cut.py), the work itself (capture_process.py).
 
 Belongs to the trio thread. Sessions end and captures are killed during any await below, so the phase of a
 pending snapshot (pending.py) is read anew after each.
@@ -41,8 +41,7 @@ from ciuic.daemon.snapshots.cut import (
     settle_doubt,
     tell_workers,
 )
-from ciuic.daemon.snapshots.pending import PendingSnapshot, Phase
-from ciuic.daemon.snapshots.snapshot_queue import Promises, SnapshotQueue
+from ciuic.daemon.snapshots.pending import PendingSnapshot, Phase, Promises, SnapshotQueue
 from ciuic.daemon.snapshots.space_watch import Shortage, SpaceWatch
 from ciuic.errors import CiuicError
 from ciuic.printable import one_line, path_text

@@ -9,7 +9,7 @@ Guarantees:
 * An id is given out only when every root's cut is made and the journal names it.
 * A snapshot whose id was given out is committed under that id as of the promised instant, without the roots
   whose sealed epochs are gone (`cut.settle_doubt`). When a snapshot cannot be committed, every caller that waits
-  gets an error, and the loss is on file (`snapshot_queue.Promises`).
+  gets an error, and the loss is on file (`pending.Promises`).
 * A request is merged only with others whose cut has not begun; a request whose connection has ended keeps no
   other from its cut. A request for a pair is never merged: it names the one training state that it belongs to.
 * A killed daemon's successor goes on with the same ids (`resume`).
@@ -52,8 +52,7 @@ from ciuic.daemon.snapshots.cut import (
     mounted_roots,
     settle_epoch,
 )
-from ciuic.daemon.snapshots.pending import PendingSnapshot
-from ciuic.daemon.snapshots.snapshot_queue import ROOM_SECONDS, Promises, SnapshotQueue
+from ciuic.daemon.snapshots.pending import ROOM_SECONDS, PendingSnapshot, Promises, SnapshotQueue
 from ciuic.errors import CiuicError, NotFound, Unreachable, UsageError
 from ciuic.protocol.control_types import (
     MAX_HOLD_LIMIT_SECONDS,

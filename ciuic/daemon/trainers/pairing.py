@@ -4,7 +4,7 @@ Guarantees: root and the group of the control socket may have any root cut; othe
 belong to their user, or to a group of theirs that may write there, by the kernel's credentials of the caller
 and the owner of the directory (permission.py). No content can be read through the socket, and only callers
 that may have a snapshot taken learn of it. Callers without the right to the control socket have a part of the
-queue's places (snapshot_queue.py), so that requests on the control socket and the schedule always find one.
+queue's places (pending.py), so that requests on the control socket and the schedule always find one.
 
 A hold keeps a snapshot from retention, so each costs the repository's disk for as long as it stands. The
 holds of ordinary users are limited in number, as the repository has them, and by the hour; administrators

@@ -19,7 +19,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -283,14 +283,6 @@ class Names:
         attr = self._state.attr(node)
         self._nodes.remember(node.id)
         return attr
-
-    def forget(self, node_id: int, count: int) -> None:
-        """Take ``count`` lookups back, which the kernel has dropped."""
-        self._nodes.forget(node_id, count)
-
-    def forget_all(self, forgotten: Iterable[tuple[int, int]]) -> None:
-        """Take lookups back as `forget`, for pairs of node and count."""
-        self._nodes.forget_all(forgotten)
 
     def peek(self, parent_id: int, name: bytes) -> int:
         """Return the inode number under a name; no lookup is counted.

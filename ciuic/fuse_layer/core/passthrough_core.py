@@ -64,6 +64,7 @@ class PassthroughCore:
         """Serve these operations; ``rules`` are those of opens (open_rules.py)."""
         self._state = state
         self._rules = rules or OpenRules()
+        self.nodes = state.nodes
         self.names = names
         self.files = files
         self.attributes = attributes

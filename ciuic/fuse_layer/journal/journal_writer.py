@@ -249,7 +249,8 @@ class HandleJournal:
         listings = inherited.listings if inherited else {}
         self._listing_bytes = {handle: _size_of(names) for handle, names in listings.items()}
         self._listed_bytes = sum(self._listing_bytes.values())
-        self._intents = dict(inherited.intents) if inherited else {}
+        # Request → the number that a predecessor noted before it carried the request out.
+        self.intents = dict(inherited.intents) if inherited else {}
         # Only a predecessor's requests come again; this process's own opens are never looked up by number.
         self._unanswered = {opened.unique: opened for opened in self.files.values()}
         self._unanswered_directories = {opened.unique: opened for opened in self.directories.values()}
@@ -265,10 +266,6 @@ class HandleJournal:
         """Return the directory that a predecessor opened for the request that comes again now."""
         opened = self._unanswered_directories.get(unique)
         return opened if opened is not None and opened.handle in self.directories else None
-
-    def intent_of(self, unique: int) -> int | None:
-        """Return the number that a predecessor noted before it carried out the request."""
-        return self._intents.get(unique)
 
     # -- changes --------------------------------------------------------------------------------------
 

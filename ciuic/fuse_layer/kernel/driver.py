@@ -73,8 +73,7 @@ from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
 from ciuic.fuse_layer.journal.journal_writer import HandleJournal, JournalWriter
 from ciuic.fuse_layer.journal.records import OpenedDirectory, OpenedFile
-from ciuic.fuse_layer.kernel.negotiation import Negotiated
-from ciuic.fuse_layer.kernel.session import MAX_THREADS, KernelSession, Reply
+from ciuic.fuse_layer.kernel.session import MAX_THREADS, KernelSession, Negotiated, Reply
 from ciuic.fuse_layer.state.node_table import ROOT_ID, SNAPSHOTS_ID
 from ciuic.fuse_layer.state.open_rules import OpenPreference
 from ciuic.fuse_layer.state.passthrough_state import LIFE_NS, Attr, RecentChanges
@@ -564,13 +563,13 @@ class KernelDriver:
             return ABSENT
 
     def _forget(self, request: FuseRequest, data: memoryview) -> Reply:
-        self.core.names.forget(request.node, *p.FORGET_IN.unpack_from(data))
+        self.core.nodes.forget(request.node, *p.FORGET_IN.unpack_from(data))
         return None
 
     def _batch_forget(self, request: FuseRequest, data: memoryview) -> Reply:
         count, _ = p.BATCH_FORGET_IN.unpack_from(data)
         at = p.BATCH_FORGET_IN.size
-        self.core.names.forget_all(p.FORGET_ONE.iter_unpack(data[at : at + count * p.FORGET_ONE.size]))
+        self.core.nodes.forget_all(p.FORGET_ONE.iter_unpack(data[at : at + count * p.FORGET_ONE.size]))
         return None
 
     def _getattr(self, request: FuseRequest, data: memoryview) -> Reply:
@@ -659,7 +658,7 @@ class KernelDriver:
             return self._made(request, data, attr)
         except BaseException:
             # The answer is an error, with which the kernel counts no lookup.
-            self.core.names.forget(attr.node, 1)
+            self.core.nodes.forget(attr.node, 1)
             raise
 
     def _gone(self, request: FuseRequest, remove: Callable[[], None]) -> bytes:
@@ -696,7 +695,7 @@ class KernelDriver:
         # carried out.
         unique = request.unique & ~p.UNIQUE_RESEND
         bound_to = self.core.names.peek(request.node, old)
-        intended = self.handle_journal.intent_of(unique) if request.resent else None
+        intended = self.handle_journal.intents.get(unique) if request.resent else None
         # Without a note the predecessor died before the exchange. This process notes it for its own
         # successor.
         if intended is None:
@@ -704,7 +703,7 @@ class KernelDriver:
         elif intended != bound_to:
             # Carried out. The lookups tell the node table of it.
             for parent, name in ((request.node, old), (target, new)):
-                self.core.names.forget(self.core.names.lookup(parent, name).node, 1)
+                self.core.nodes.forget(self.core.names.lookup(parent, name).node, 1)
             return b""
         self.core.names.rename(request.node, old, target, new, flags)
         return b""
@@ -834,7 +833,7 @@ class KernelDriver:
             # file's space until the unmount. ``_opened`` may have closed it already.
             with suppress(OSError):
                 self.core.files.release(handle)
-            self.core.names.forget(attr.node, 1)
+            self.core.nodes.forget(attr.node, 1)
             raise
         return entry + opened
 
@@ -850,7 +849,7 @@ class KernelDriver:
         node, *_ = p.ENTRY_HEAD.unpack_from(reply)
         handle, _, _ = p.OPEN_OUT.unpack_from(reply, len(reply) - p.OPEN_OUT.size)
         self._let_go(node, handle)
-        self.core.names.forget(node, 1)
+        self.core.nodes.forget(node, 1)
 
     def _let_go(self, node: int, handle: int) -> None:
         if not self.handle_journal.closed(handle):
@@ -915,7 +914,7 @@ class KernelDriver:
             # whether it was done.
             unique = request.unique & ~p.UNIQUE_RESEND
             size = os.fstat(self.core.files.descriptor(handle)).st_size
-            if request.resent and self.handle_journal.intent_of(unique) not in (None, size):
+            if request.resent and self.handle_journal.intents.get(unique) not in (None, size):
                 return b""
             self.handle_journal.intends(unique, size)
         # Unlike a cached write the request names its caller, whose supplementary groups are known: set-id
@@ -1076,7 +1075,7 @@ class KernelDriver:
     def _create_flag(self, request: FuseRequest, name: bytes) -> int:
         """Return XATTR_CREATE, or 0 where a predecessor found the attribute absent and may have made it."""
         unique = request.unique & ~p.UNIQUE_RESEND
-        if request.resent and self.handle_journal.intent_of(unique) == 0:
+        if request.resent and self.handle_journal.intents.get(unique) == 0:
             return 0
         # An attribute that is there now makes the request fail, also when it comes again. Only an absent one
         # needs a note.
@@ -1090,7 +1089,7 @@ class KernelDriver:
         # The note says that the attribute was there: without it, a successor that finds none cannot tell a
         # removal that was carried out from one that has nothing to remove.
         name, unique = p.name_of(data), request.unique & ~p.UNIQUE_RESEND
-        if not request.resent or self.handle_journal.intent_of(unique) is None:
+        if not request.resent or self.handle_journal.intents.get(unique) is None:
             # Where the attribute is absent, the removal below raises the error.
             with suppress(OSError):
                 self.core.attributes.getxattr(request.node, name)
@@ -1098,7 +1097,7 @@ class KernelDriver:
         try:
             self.core.attributes.removexattr(request.node, name)
         except OSError as error:
-            if error.errno != errno.ENODATA or self.handle_journal.intent_of(unique) is None:
+            if error.errno != errno.ENODATA or self.handle_journal.intents.get(unique) is None:
                 raise
         return b""
 

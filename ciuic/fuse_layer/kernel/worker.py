@@ -26,9 +26,9 @@ from ciuic.fuse_layer.journal import journal_writer
 from ciuic.fuse_layer.journal.inherited_session import InheritedSession
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
 from ciuic.fuse_layer.journal.succession import SessionClaim
-from ciuic.fuse_layer.kernel import negotiation
+from ciuic.fuse_layer.kernel import session as kernel_session
 from ciuic.fuse_layer.kernel.driver import KernelDriver
-from ciuic.fuse_layer.kernel.negotiation import Negotiated
+from ciuic.fuse_layer.kernel.session import Negotiated
 from ciuic.fuse_layer.system import mounts, takeover_priority
 from ciuic.fuse_layer.worker_lifecycle import STOP_SIGNALS, CoreFactory, Departure, WorkerContext, detach_own
 from ciuic.protocol.worker_frames import Share
@@ -92,7 +92,7 @@ class KernelWorker:
         self._know_mount()
         try:
             self._claim = SessionClaim.begin(self._claim_path)
-            negotiated = negotiation.negotiate(
+            negotiated = kernel_session.negotiate(
                 fuse_fd, passthrough=self._passthrough, stack_depth=self._stack_depth
             )
             if negotiated.writeback:

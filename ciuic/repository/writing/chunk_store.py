@@ -42,8 +42,7 @@ from ciuic.repository.identity import Bytes, Identity
 from ciuic.repository.model import ChunkLocation, PackKind, PackRecord
 from ciuic.repository.pack_directory import Packs
 from ciuic.repository.pack_format import FLAG_DIFFERENCE
-from ciuic.repository.writer_index import WriterIndex
-from ciuic.repository.writing.recovery import Tail
+from ciuic.repository.writer_index import Tail, WriterIndex
 from ciuic.system.disk import Disk
 from ciuic.types import ChunkId
 

@@ -22,7 +22,7 @@ from ciuic.errors import Busy, CiuicError, NotFound
 from ciuic.repository import log
 from ciuic.repository.block_maps import BlockMaps, update_block_map
 from ciuic.repository.compression import Codec, Content, Pace
-from ciuic.repository.config import CODECS_VERSION, StoredConfig, raise_format, read_file, repair_config
+from ciuic.repository.config import CODECS_VERSION, MAX_FILE_BYTES, StoredConfig, raise_format, repair_config
 from ciuic.repository.directory_trees import Trees, update_tree
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
 from ciuic.repository.extent_sharing import Stage
@@ -41,12 +41,11 @@ from ciuic.repository.pack_directory import Packs
 from ciuic.repository.snapshot_format import StoredMarks, decode_marks, encode_marks, encode_snapshot
 from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR, CommittedSnapshots, SnapshotStore
 from ciuic.repository.tree_format import encode_xattrs
-from ciuic.repository.writer_index import WriterIndex
+from ciuic.repository.writer_index import Tail, WriterIndex, reconcile
 from ciuic.repository.writing import pack_maintenance
 from ciuic.repository.writing.chunk_store import ChunkStore
 from ciuic.repository.writing.pack_maintenance import Begun, Recoded, recode
-from ciuic.repository.writing.recovery import Tail, reconcile
-from ciuic.system.disk import Disk
+from ciuic.system.disk import Disk, read_regular
 from ciuic.types import (
     FLAG_XATTRS_CHUNK,
     ChunkId,
@@ -129,7 +128,7 @@ def place_in_order(time_ns: int, *, now_ns: int, newest_ns: int, parent_ns: int)
 def _read_marks(id_: SnapshotId, path: str) -> StoredMarks:
     """Return the marks in this file, for a change of them."""
     try:
-        return decode_marks(id_, read_file(path))
+        return decode_marks(id_, read_regular(path, MAX_FILE_BYTES))
     except FileNotFoundError:
         return StoredMarks(id=id_)
     except (DamagedSnapshot, UnsupportedFormat):
@@ -427,10 +426,6 @@ class Writer:
     def stage(self) -> Stage:
         """Staging area for content that may share its extents with the packs."""
         return self._stage
-
-    def chunk_id(self, data: Bytes) -> ChunkId:
-        """Return the id that `put_chunk` would return; store nothing."""
-        return self._store.id_of(data)
 
     def flush(self) -> None:
         """Make what was put so far durable without a snapshot, for repair, which puts lost chunks back."""

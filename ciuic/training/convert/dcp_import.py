@@ -27,8 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ciuic.errors import CiuicError
 from ciuic.training.convert.export_state import load_everything
-from ciuic.training.convert.foreign_directory import ForeignDirectory
-from ciuic.training.convert.foreign_files import check_archive, load_plain, reason
+from ciuic.training.convert.foreign_files import ForeignDirectory, check_archive, load_plain, reason
 from ciuic.training.inert_pickle import Made, Name, read_pickle
 from ciuic.training.json_documents import MALFORMED
 

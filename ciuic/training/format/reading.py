@@ -39,7 +39,7 @@ from ciuic.training.format.stored_files import (
     cut_to_templates,
     top_of,
 )
-from ciuic.training.format.tensors import safetensors_name, stored_shape
+from ciuic.training.format.tensors import SAFETENSORS_NAMES, stored_shape
 from ciuic.training.json_documents import MALFORMED, decode_json, raise_shortage
 from ciuic.training.logs import log
 from ciuic.types import ChunkId, Pair, SnapshotId
@@ -429,7 +429,7 @@ def _check_tensor(own: dict[str, Any], held: Mapping[str, TensorInFile], called:
 
 
 def _check_pieces(own: dict[str, Any], held: Mapping[str, TensorInFile], called: str, is_part: bool) -> None:
-    shape, dtype = stored_shape(own["shape"]), safetensors_name(own["dtype"])
+    shape, dtype = stored_shape(own["shape"]), SAFETENSORS_NAMES.get(own["dtype"])
     regions = set()
     for name, where in held.items():
         piece = parse_piece(name)

@@ -20,7 +20,7 @@ Framework = Literal["torch", "numpy"]
 _MAX_DIMENSIONS: Final = 1024
 _MAX_NUMBER: Final = 1 << 63
 
-_TORCH_DTYPES: Final = {
+SAFETENSORS_NAMES: Final = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -104,7 +104,7 @@ def describe(value: Any) -> Array:
         size_bytes = value.numel() * value.element_size()
         return _described(
             "torch",
-            _TORCH_DTYPES.get(own_name),
+            SAFETENSORS_NAMES.get(own_name),
             own_name,
             tuple(value.shape),
             size_bytes,
@@ -112,7 +112,7 @@ def describe(value: Any) -> Array:
         )
     own_name = numpy_name(value.dtype)
     # safetensors is little-endian; an array of the other byte order is stored as bytes with its own dtype.
-    known = _TORCH_DTYPES.get(value.dtype.name) if value.dtype.isnative else None
+    known = SAFETENSORS_NAMES.get(value.dtype.name) if value.dtype.isnative else None
     return _described("numpy", known, own_name, tuple(value.shape), value.nbytes, value.itemsize)
 
 
@@ -345,7 +345,7 @@ def _is_tensorflow(value: object) -> bool:
 
 
 def _own_name(dtype: str) -> str:
-    for own, name in _TORCH_DTYPES.items():
+    for own, name in SAFETENSORS_NAMES.items():
         if name == dtype:
             return own
     raise ValueError(f"the dtype {dtype} is not known")
@@ -360,12 +360,7 @@ def _bytes_of(owner: Any, size_bytes: int) -> memoryview:
 
 def is_dtype(name: str) -> bool:
     """Return whether a name is one of the safetensors dtypes that ciuic writes."""
-    return name in _TORCH_DTYPES.values()
-
-
-def safetensors_name(own: str) -> str | None:
-    """Return the name in safetensors of a dtype of torch; None if it has none there."""
-    return _TORCH_DTYPES.get(own)
+    return name in SAFETENSORS_NAMES.values()
 
 
 def dtype_bytes(name: str) -> int:

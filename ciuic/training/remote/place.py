@@ -17,7 +17,7 @@ from ciuic.training.remote.uploads import UploadOrder
 
 if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
-    from ciuic.training.remote.joining import Naming
+    from ciuic.training.remote.remote_options import Naming
 
 
 # While another rank creates the repository some of these names exist already.
@@ -124,7 +124,7 @@ def uploads_of(save_dir: Path, remotes: RemoteList) -> tuple[UploadOrder, ...]:
         ensure_repository(save_dir)
         return ()
     # Only here: it imports the clients of stores.
-    from ciuic.training.remote.joining import naming_of
+    from ciuic.training.remote.remote_options import naming_of
 
     ensure_repository(save_dir, lambda: naming_of(remotes[0]))
     return tuple(UploadOrder.of(one) for one in remotes)

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 from support.until import until
 
-from ciuic.cli import hung_ranks
-from ciuic.cli.hung_ranks import HangWatch, HungRanks, Pulse, Rank, find_ranks
+from ciuic.cli.commands import watch
+from ciuic.cli.commands.watch import HangWatch, HungRanks, Pulse, Rank, find_ranks
 from ciuic.protocol.heartbeat_page import STACKS_SIGNAL, Goodbye, HeartbeatPage, read_page, read_stacks
 from ciuic.system import processes
 from ciuic.training.writer.heartbeat import TrainerHeartbeat
@@ -229,10 +229,10 @@ class Loop:
         """Time of a beat that comes by itself."""
         self.said: list[str] = []
         self.process = self.start()
-        monkeypatch.setattr(hung_ranks, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
-        monkeypatch.setattr(hung_ranks, "complain", self.said.append)
+        monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
+        monkeypatch.setattr(watch, "complain", self.said.append)
         monkeypatch.setattr(
-            hung_ranks, "find_ranks", lambda top: [self.rank()] if self.process.poll() is None else []
+            watch, "find_ranks", lambda top: [self.rank()] if self.process.poll() is None else []
         )
         monkeypatch.setattr(Rank, "pulse", lambda rank: self.pulse(rank))
         self.watch = HungRanks(1, 60.0, page, lambda: False)

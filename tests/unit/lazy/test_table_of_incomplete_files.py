@@ -31,7 +31,7 @@ def add(pending: PendingFiles, number: int, size_bytes: int, mtime_ns: int = 0) 
     height = 0 if size_bytes <= BLOCK else 1
     shape = PendingName(number, bytes([number]) * 16, height, size_bytes, mtime_ns)
     pending.add(shape, number, is_new=True)
-    found = pending.find(number)
+    found = pending.by_ino.get(number)
     assert found is not None
     return found
 

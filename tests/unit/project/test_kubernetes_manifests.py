@@ -18,7 +18,7 @@ import msgspec
 import yaml
 from support.late_modules import LateModule
 
-from ciuic.cli.recovery_checks import reach_seconds
+from ciuic.cli.commands.doctor import reach_seconds
 from ciuic.config.load import parse_config
 from ciuic.errors import CiuicError, ConfigError
 from ciuic.operator.policies import _KEEP, ALIVE, HEALTH_PORT, READY, configuration_of, objects_of, parents_of

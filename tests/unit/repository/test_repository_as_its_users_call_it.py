@@ -66,7 +66,7 @@ def test_two_repositories_name_the_same_content_differently(tmp_path: Path) -> N
     ids = []
     for name in ("a", "b"):
         with Repository.create(tmp_path / name) as made:
-            ids.append(made.chunks.id_of(b"same"))
+            ids.append(made.chunks.identity.chunk_id(b"same"))
     assert ids[0] != ids[1]
 
 

@@ -114,7 +114,7 @@ def test_a_repository_is_made_with_an_identity(tmp_path: Path) -> None:
             assert (made.config.format, made.identity) == (version, identity)
         with Repository.open(tmp_path / identity.hash) as repository:
             assert (repository.config.format, repository.identity) == (version, identity)
-            assert repository.chunks.id_of(b"x") == identity.chunk_id(b"x")
+            assert repository.chunks.identity.chunk_id(b"x") == identity.chunk_id(b"x")
             assert repository.config_damage() == []
 
 

@@ -349,7 +349,7 @@ def test_many_chunks_are_read_into_memory(moved: Moved) -> None:
     chunks = [ChunkId(chunk) for chunk in moved.repository.bucket.places]
     rooms = [memoryview(bytearray(moved.repository.chunks.size(chunk))) for chunk in chunks]
     assert moved.repository.into_memory.read(chunks, rooms) == []
-    assert [moved.repository.chunks.id_of(room) for room in rooms] == chunks
+    assert [moved.repository.chunks.identity.chunk_id(room) for room in rooms] == chunks
 
 
 @pytest.mark.parametrize("checksum", [False, True])

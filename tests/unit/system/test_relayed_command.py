@@ -14,13 +14,13 @@ import pytest
 from support.site import CHECKOUT
 from support.until import until
 
-from ciuic.system.relayed_command import RelayedCommand
+from ciuic.cli.commands.slurm import RelayedCommand
 
 _RELAY = """
 import os, signal, sys
 # Ignored where the tests run in the background of a shell, and the relay would leave it so.
 signal.signal(signal.SIGINT, signal.SIG_DFL)
-from ciuic.system.relayed_command import RelayedCommand
+from ciuic.cli.commands.slurm import RelayedCommand
 with RelayedCommand(sys.argv[1:], os.environ) as running:
     code = running.wait(lambda: None)
     print("told", running.told and running.told.name, flush=True)

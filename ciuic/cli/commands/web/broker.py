@@ -25,7 +25,7 @@ import msgspec
 import structlog
 import trio
 
-from ciuic.cli.commands.web.grants import Grants
+from ciuic.cli.commands.web.access import Grants
 from ciuic.cli.commands.web.jobs import CompareQuestion, Question
 from ciuic.cli.commands.web.live import SocketClient
 from ciuic.cli.commands.web.looks import Looks

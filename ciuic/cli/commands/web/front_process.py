@@ -18,10 +18,9 @@ from typing import Final
 import msgspec
 import trio
 
-from ciuic.cli.commands.web.access import Access
+from ciuic.cli.commands.web.access import Access, HandedListener
 from ciuic.cli.commands.web.confinement import confine
 from ciuic.cli.commands.web.front import Front
-from ciuic.cli.commands.web.grants import HandedListener
 from ciuic.cli.commands.web.jobs import FrontJob
 from ciuic.cli.commands.web.live import Live, SocketClient
 from ciuic.cli.commands.web.reading import Readers

@@ -18,8 +18,8 @@ import msgspec
 import structlog
 import trio
 
+from ciuic.cli.commands.web.access import Grants
 from ciuic.cli.commands.web.broker import ActionLog, Broker
-from ciuic.cli.commands.web.grants import Grants
 from ciuic.cli.commands.web.jobs import FrontJob
 from ciuic.cli.commands.web.looks import Looks
 from ciuic.errors import Busy, CiuicError, NotPermitted

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ciuic.cli.commands.web.access import COOKIE, LINK_SECONDS, Access, Misdirected, Person
-from ciuic.cli.commands.web.grants import Grants
+from ciuic.cli.commands.web.access import COOKIE, LINK_SECONDS, Access, Grants, Misdirected, Person
 from ciuic.cli.commands.web.rights import Admission, Grant, Right, RightGroup
 from ciuic.errors import NotPermitted
 from ciuic.protocol.http_server import Request

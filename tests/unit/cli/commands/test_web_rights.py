@@ -13,9 +13,8 @@ import trio
 pytest.importorskip("jinja2")
 
 from ciuic.cli.commands.web import broker, rights
-from ciuic.cli.commands.web.access import LINK_SECONDS, SESSION_SECONDS, Access
+from ciuic.cli.commands.web.access import LINK_SECONDS, SESSION_SECONDS, Access, Grants
 from ciuic.cli.commands.web.front import Asked, Front
-from ciuic.cli.commands.web.grants import Grants
 from ciuic.cli.commands.web.rights import ACTIONS, ROUTES, TYPED, Admission, Grant, Right, RightGroup
 from ciuic.errors import NotPermitted
 from ciuic.protocol.http_server import Reply, Request

@@ -17,7 +17,7 @@ from support.live import installed
 
 from ciuic.cli.inquiry import Finding, Inquiry, NoAnswer, in_time, ok
 from ciuic.errors import CiuicError
-from ciuic.fuse_layer.kernel.negotiation import negotiate
+from ciuic.fuse_layer.kernel.session import negotiate
 from ciuic.system.poll import readable
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.cli_repository import CliRepository, Host
 
-from ciuic.cli import recovery_checks as checks
+from ciuic.cli.commands import doctor as checks
 from ciuic.cli.inquiry import Finding, Inquiry
 from ciuic.config import Config, RootConfig
 from ciuic.protocol.last_drill import LastDrill

@@ -15,9 +15,13 @@ from support.until import until_async
 
 from ciuic.daemon.base.runtime import CutRecord, PendingRecord
 from ciuic.daemon.roots.worker_process import OverlayWorker
-from ciuic.daemon.snapshots.pending import PendingSnapshot
+from ciuic.daemon.snapshots.pending import (
+    MAX_PENDING,
+    MAX_PENDING_OF_A_USER,
+    MAX_PENDING_OF_USERS,
+    PendingSnapshot,
+)
 from ciuic.daemon.snapshots.requests import find_state
-from ciuic.daemon.snapshots.snapshot_queue import MAX_PENDING, MAX_PENDING_OF_A_USER, MAX_PENDING_OF_USERS
 from ciuic.errors import CiuicError, NotFound, Unreachable
 from ciuic.protocol.control_types import SnapshotRequest
 from ciuic.types import Pair

@@ -16,13 +16,13 @@ from support.fake_daemon import Bench, FakeOverlay, done, sleeping_process
 from support.until import until_async
 
 import ciuic.daemon.snapshots.pending as pending_module
-import ciuic.daemon.snapshots.snapshot_queue as promises_module
+import ciuic.daemon.snapshots.pending as promises_module
 from ciuic.daemon.base.runtime import CutRecord, PendingRecord
 from ciuic.daemon.capture import job
 from ciuic.daemon.capture.job import EXIT_UNDO_LOST, CaptureJob, CaptureProgress, Done, Failed
 from ciuic.daemon.snapshots.capturing import MAX_REMEMBERED, Durations, seconds_left
 from ciuic.daemon.snapshots.cut import TAG_UNFLUSHED
-from ciuic.daemon.snapshots.snapshot_queue import MACHINE_ENDED, MAX_PENDING, ROOM_SECONDS
+from ciuic.daemon.snapshots.pending import MACHINE_ENDED, MAX_PENDING, ROOM_SECONDS
 from ciuic.errors import Busy, CiuicError, Damaged, NotFound
 from ciuic.protocol.control_types import Progress, SnapshotRequest
 from ciuic.repository.promised import Promise

@@ -12,7 +12,7 @@ import trio
 from ciuic.config import SnapshotWhen
 from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.runtime import RuntimeDirectory
-from ciuic.daemon.snapshots.snapshot_when import MAX_WAIT_SECONDS, EventSnapshots
+from ciuic.daemon.snapshots.schedule import MAX_WAIT_SECONDS, EventSnapshots
 from ciuic.errors import CiuicError
 from ciuic.protocol.control_types import SnapshotRequest
 from ciuic.protocol.worker_frames import NameCounts, WatchedNames

@@ -167,7 +167,7 @@ def test_time_set_while_a_write_begins_is_kept(
     """A time set by the kernel while a write begins is kept, and is what a flush restores."""
     node = created(core, b"name", b"old")
     core.attributes.setattr(node, SetAttr(mtime_ns=1))
-    core.names.forget(node, 1)
+    core.nodes.forget(node, 1)
     node = core.names.lookup(ROOT_ID, b"name").node
     handle = core.files.open(node, os.O_RDWR)
     once_after(monkeypatch, os, "fstat", lambda: core.attributes.setattr(node, SetAttr(mtime_ns=KERNEL_NS)))

@@ -47,7 +47,7 @@ def _unlink(core: OverlayCore, name: bytes) -> None:
     """Unlink a file and forget it, as the kernel does at once with a node without name."""
     node = core.names.lookup(ROOT_ID, name).node
     core.names.unlink(ROOT_ID, name)
-    core.names.forget(node, 100)
+    core.nodes.forget(node, 100)
 
 
 def _create(core: OverlayCore, name: bytes) -> int:

@@ -14,7 +14,7 @@ from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.core.overlay_core import ROOT_ID, OverlayCore
 from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.kernel.driver import KernelDriver, OpenModes, OpenPlan
-from ciuic.fuse_layer.kernel.negotiation import Negotiated
+from ciuic.fuse_layer.kernel.session import Negotiated
 
 _LABEL = p.SECCTX.pack(5, 0) + b"security.test\0" + b"label"
 _EXTENSION = p.SECCTX_HEADER.pack(p.SECCTX_HEADER.size + len(_LABEL), 1) + _LABEL

@@ -19,7 +19,7 @@ from ciuic.fuse_layer.core.passthrough_core import DriverHooks
 from ciuic.fuse_layer.fuse_protocol import FuseRequest, MalformedRequest
 from ciuic.fuse_layer.kernel import session
 from ciuic.fuse_layer.kernel.driver import KernelDriver
-from ciuic.fuse_layer.kernel.negotiation import Negotiated
+from ciuic.fuse_layer.kernel.session import Negotiated
 from ciuic.fuse_layer.state.passthrough_state import RecentChanges
 
 FLAGS = [0, p.SETXATTR_EXT, p.WRITEBACK_CACHE, p.PASSTHROUGH | p.SETXATTR_EXT]
@@ -36,7 +36,7 @@ class StubCore:
         self._answers, self._fd = answers, fd
         self.pending = True
         # The groups of operations, too.
-        self.names = self.files = self.attributes = self.directories = self
+        self.nodes = self.names = self.files = self.attributes = self.directories = self
         self.recent = RecentChanges()
 
     def connect(self, driver: DriverHooks) -> None:

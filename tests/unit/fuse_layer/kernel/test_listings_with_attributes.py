@@ -12,7 +12,7 @@ from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.core.directories import MIN_LOOKED_UP
 from ciuic.fuse_layer.core.overlay_core import ROOT_ID, OverlayCore
 from ciuic.fuse_layer.kernel.driver import KernelDriver
-from ciuic.fuse_layer.kernel.negotiation import Negotiated
+from ciuic.fuse_layer.kernel.session import Negotiated
 
 _ROOM = 4096
 _ENTRY_BYTES = p.ENTRY_HEAD.size + p.ATTR.size

@@ -18,7 +18,7 @@ from ciuic.fuse_layer.fuse_protocol import FuseRequest
 from ciuic.fuse_layer.journal import journal_writer
 from ciuic.fuse_layer.journal.journal_writer import JournalWriter
 from ciuic.fuse_layer.kernel.driver import KernelDriver
-from ciuic.fuse_layer.kernel.negotiation import Negotiated
+from ciuic.fuse_layer.kernel.session import Negotiated
 
 UNIQUE = 2
 TERMS = Negotiated(45, 0)

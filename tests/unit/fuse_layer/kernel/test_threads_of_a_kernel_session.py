@@ -20,8 +20,7 @@ from support.until import until
 from ciuic.fuse_layer import fuse_protocol as p
 from ciuic.fuse_layer.fuse_protocol import FuseRequest, MalformedRequest
 from ciuic.fuse_layer.kernel import session as kernel_session
-from ciuic.fuse_layer.kernel.negotiation import UnsupportedProtocol, negotiate
-from ciuic.fuse_layer.kernel.session import KernelSession, Reply
+from ciuic.fuse_layer.kernel.session import KernelSession, Reply, UnsupportedProtocol, negotiate
 from ciuic.fuse_layer.system.latency_gauge import LatencyGauge
 
 _PATIENCE_SECONDS = 30

@@ -197,7 +197,7 @@ class FailingCore(FakeCore):
     def __init__(self, error: Callable[[], BaseException]) -> None:
         self.error = error
         # The groups of operations, too.
-        self.names = self.files = self.attributes = self.directories = self
+        self.nodes = self.names = self.files = self.attributes = self.directories = self
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def operation(*_args: Any, **_kwargs: Any) -> Any:

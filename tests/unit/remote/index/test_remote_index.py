@@ -11,10 +11,10 @@ import pytest
 from support.remote_world import Bucket, Ids, chunk, record, sealer, store_pack
 
 from ciuic.remote.documents import StoredRound, create_round
-from ciuic.remote.known_packs import add_known_pack, read_known_packs, write_known_packs
 from ciuic.remote.log_reader import Rounds
 from ciuic.remote.object_names import PackRef, pack_name
 from ciuic.remote.remote_index import RemoteIndex, RemotePack
+from ciuic.remote.stored_facts import add_known_pack, read_known_packs, write_known_packs
 from ciuic.repository.chunk_reader import MAX_READ_BASE_DEPTH
 from ciuic.types import ChunkId
 

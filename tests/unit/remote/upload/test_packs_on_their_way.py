@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from ciuic.remote.object_names import new_pack_ref
 from ciuic.remote.objects.memory_objects import MemoryObjects
 from ciuic.remote.objects.model import RemoteRefused, RemoteUnreachable, UntrustedStore
-from ciuic.remote.uploader import (, Persistence
+from ciuic.remote.uploader import (
     FIRST_PACK_BYTES,
     LARGEST_PACK_BYTES,
     MAX_REFUSALS,
     ClosedPack,
     Outbox,
     PackSize,
-    persist,
+    Persistence,
 )
 
 

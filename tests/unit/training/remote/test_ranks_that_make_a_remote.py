@@ -16,7 +16,7 @@ from ciuic.remote.objects.memory_objects import forget_bucket
 from ciuic.remote.objects.opening import open_objects
 from ciuic.remote.sealing.key_slots import typed_secret
 from ciuic.remote.sealing.sealer import MasterKey
-from ciuic.training.remote import joining, upload_process
+from ciuic.training.remote import remote_options, upload_process
 from ciuic.training.remote.remote_options import remotes_from
 from ciuic.training.remote.uploads import UploadLock, UploadOrder, Uploads, is_uploading, store_variables
 
@@ -45,17 +45,17 @@ def test_a_rank_waits_for_the_first_key_slot_of_another(
             add_slot(made, "training", typed_secret(PASSPHRASE))
 
     if arrives == "while it is waited for":
-        monkeypatch.setattr(joining, "time", SimpleNamespace(monotonic=time.monotonic, sleep=add))
+        monkeypatch.setattr(remote_options, "time", SimpleNamespace(monotonic=time.monotonic, sleep=add))
     else:
-        look = joining.KeySlots.any_object
+        look = remote_options.KeySlots.any_object
 
-        def any_object(slots: joining.KeySlots) -> bool:
+        def any_object(slots: remote_options.KeySlots) -> bool:
             add()
             return look(slots)
 
-        monkeypatch.setattr(joining.KeySlots, "any_object", any_object)
+        monkeypatch.setattr(remote_options.KeySlots, "any_object", any_object)
     (remote,) = remotes_from(url)
-    naming = joining.naming_of(remote)
+    naming = remote_options.naming_of(remote)
     assert added
     assert naming.block_size == 1 << 20
 
@@ -63,16 +63,18 @@ def test_a_rank_waits_for_the_first_key_slot_of_another(
 def test_a_wrong_key_is_refused_at_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that opens no slot, and a remote whose slots never come, are told and not waited for without end."""
     made = init_remote(open_objects(url), master=MasterKey.generate(), block_size=1 << 20)
-    monkeypatch.setattr(joining, "_OTHERS_SECONDS", 0.0)
+    monkeypatch.setattr(remote_options, "_OTHERS_SECONDS", 0.0)
     (remote,) = remotes_from(url)
     with pytest.raises(DamagedRemote):
-        joining.naming_of(remote)
+        remote_options.naming_of(remote)
     add_slot(made, "training", typed_secret("another passphrase"))
-    monkeypatch.setattr(joining, "_OTHERS_SECONDS", 60.0)
+    monkeypatch.setattr(remote_options, "_OTHERS_SECONDS", 60.0)
     waited: list[float] = []
-    monkeypatch.setattr(joining, "time", SimpleNamespace(monotonic=time.monotonic, sleep=waited.append))
+    monkeypatch.setattr(
+        remote_options, "time", SimpleNamespace(monotonic=time.monotonic, sleep=waited.append)
+    )
     with pytest.raises(WrongKey):
-        joining.naming_of(remote)
+        remote_options.naming_of(remote)
     assert waited == []
 
 
