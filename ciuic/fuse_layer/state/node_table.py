@@ -696,8 +696,7 @@ class NodeTable:
                 return self._walk(node)
             except FileNotFoundError:
                 # A directory was renamed during the walk. Its edge moves next: walk again.
-                if attempt == _RENAME_RETRIES - 1:
-                    raise stale() from None
+                continue
         raise stale()
 
     def _opened_directory(self, node: Node) -> Descriptor | None:

@@ -541,13 +541,17 @@ class _Connection:
                 self._stderr += part
                 del self._stderr[:-_MAX_STDERR_BYTES]
 
-    def _reason(self) -> CiuicError:
-        """Return why the stream ended."""
+    def _end_process(self) -> int:
+        """Wait for the end of the process, which is killed where it takes long, and return its status."""
         try:
-            code = self._process.wait(5)
+            return self._process.wait(5)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            code = self._process.wait()
+            return self._process.wait()
+
+    def _reason(self) -> CiuicError:
+        """Return why the stream ended."""
+        code = self._end_process()
         self._listener.join(1)
         lines = bytes(self._stderr).decode("utf-8", "replace").strip().splitlines()
         said = (
@@ -587,11 +591,7 @@ class _Connection:
     def _clean_up(self) -> None:
         """Reap the process and close its pipes, once nothing more is read."""
         self._process.terminate()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._end_process()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with self._sending:
