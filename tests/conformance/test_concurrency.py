@@ -207,15 +207,6 @@ def actors() -> Iterator[list[Actor]]:
         yield [one, two, three]
 
 
-@pytest.fixture
-def place(overlay: Overlay, request: pytest.FixtureRequest) -> Path:
-    """Return an empty directory on the mount, writable by everyone."""
-    path = overlay.root / request.node.name
-    path.mkdir()
-    path.chmod(0o777)
-    return path
-
-
 @contextmanager
 def _cutting(overlay: Overlay) -> Iterator[None]:
     """Cut and commit epochs for as long as the block runs."""

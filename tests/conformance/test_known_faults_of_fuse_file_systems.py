@@ -26,24 +26,6 @@ pytestmark = pytest.mark.mount
 ORDINARY_USER = 65534
 
 
-@pytest.fixture(scope="module")
-def overlay(run_dir: Path) -> Iterator[Overlay]:
-    run_dir.chmod(0o711)
-    root = run_dir / "details"
-    root.mkdir()
-    with overlay_over(root, run_dir / "details.sock") as overlay:
-        yield overlay
-
-
-@pytest.fixture
-def place(overlay: Overlay, request: pytest.FixtureRequest) -> Path:
-    """Return an empty directory on the mount, writable by everyone."""
-    path = overlay.root / request.node.name
-    path.mkdir()
-    path.chmod(0o777)
-    return path
-
-
 @contextlib.contextmanager
 def as_ordinary_user(umask: int = 0o022) -> Iterator[None]:
     """Run file system operations as an ordinary user."""

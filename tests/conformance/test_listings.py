@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import os
 import stat
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +16,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.overlay import Overlay, overlay_over
+from support.overlay import Overlay
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -116,14 +115,6 @@ OPS = st.lists(
 
 REMOVALS = [("remove", number) for number in range(0, 200, 5)]
 """Removals of names most of which libc has read at its first request already."""
-
-
-@pytest.fixture(scope="module")
-def overlay(run_dir: Path) -> Iterator[Overlay]:
-    root = run_dir / "listings"
-    root.mkdir()
-    with overlay_over(root, run_dir / "listings.sock") as overlay:
-        yield overlay
 
 
 _case = iter(range(1 << 30))

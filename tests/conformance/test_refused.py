@@ -7,11 +7,10 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.overlay import DRIVER, Overlay, overlay_over
+from support.overlay import DRIVER, Overlay
 
 pytestmark = pytest.mark.mount
 
@@ -31,14 +30,6 @@ class Handle(ctypes.Structure):
         ("kind", ctypes.c_int),
         ("data", ctypes.c_ubyte * HANDLE_BYTES),
     )
-
-
-@pytest.fixture(scope="module")
-def overlay(run_dir: Path) -> Iterator[Overlay]:
-    root = run_dir / "refused"
-    root.mkdir()
-    with overlay_over(root, run_dir / "refused.sock") as overlay:
-        yield overlay
 
 
 def handle_of(path: Path, flags: int = 0) -> Handle:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from support.failing_disk import FailingDisk, Killed
 from support.power_disk import PowerCut, PowerDisk
+from support.small_repository import noise
 from support.stored import read_back, store
 
 from ciuic.errors import Damaged
@@ -31,10 +32,6 @@ from ciuic.types import SnapshotId
 BLOCK = 4096
 EAGER = Thresholds(unused_share=0.0, pack_dead_share=0.0)
 LAST_TWO = RetentionPolicy(keep_within_seconds=0, keep_last=2)
-
-
-def noise(seed: int, size: int) -> bytes:
-    return random.Random(seed).randbytes(size)
 
 
 def tree(number: int) -> dict[bytes, Any]:

@@ -5,6 +5,7 @@ from support.live import live as live
 from support.live import protected as protected
 from support.live import root as root
 from support.live import shared as shared
+from support.site import site as site
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support import lazy_ops, trees
-from support.lazy_restores import LazyHost, lazy_host, shell
+from support.lazy_restores import LazyChild, LazyHost, lazy_host, shell
 from support.until import until
 
 from ciuic.fuse_layer.driver_choice import WITHOUT_PASSTHROUGH
@@ -65,6 +65,14 @@ def actions(top: Path, seed: int, count: int) -> subprocess.CompletedProcess[str
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+def started_without_content(host: LazyHost) -> LazyChild:
+    """Start a restore of a tree whose content does not come until `held` is unset."""
+    fill(host.root)
+    host.upload()
+    host.set("held")
+    return host.start().wait_for_mount()
+
+
 def test_the_end_is_a_plain_directory_equal_to_the_snapshot(host: LazyHost) -> None:
     """Content, attributes, links and times are those of the snapshot when the mount is gone, and nothing of ours is left."""
     fill(host.root)
@@ -77,10 +85,7 @@ def test_the_end_is_a_plain_directory_equal_to_the_snapshot(host: LazyHost) -> N
 
 def test_the_tree_stands_while_nothing_is_there(host: LazyHost) -> None:
     """With a store that does not answer, names and attributes are shown as if all was there, and changes of names are carried out."""
-    fill(host.root)
-    host.upload()
-    host.set("held")
-    child = host.start().wait_for_mount()
+    child = started_without_content(host)
     # Times of access and change are not restored; blocks of a file with holes are those of one without.
     form = 'cd "$1" && find . -printf "%p %y %m %U %G %s %n %T@ %l\\n" | sort'
     assert shell(form, host.mount).stdout == shell(form, host.root).stdout
@@ -241,10 +246,7 @@ def test_a_full_disk_delays_and_fails_reads(host: LazyHost) -> None:
 
 def test_a_waiting_program_can_be_interrupted(host: LazyHost) -> None:
     """A program that waits for a file to be complete, for fallocate(2), gets its signal, and the file is complete later."""
-    fill(host.root)
-    host.upload()
-    host.set("held")
-    child = host.start().wait_for_mount()
+    child = started_without_content(host)
     # -s INT: a signal that the program could handle.
     waiting = shell('timeout -s INT 0.3 fallocate -p -o 0 -l 4096 "$1"', host.mount / "big")
     assert waiting.returncode != 0
@@ -503,20 +505,19 @@ def status_of(host: LazyHost) -> LazyStatus:
     return status
 
 
+def job_in(host: LazyHost, command: list[str], says: str) -> subprocess.Popen[bytes]:
+    """Start a shell with the mount as its argument, and return it when it has said this."""
+    job = subprocess.Popen([*command, "sh", str(host.mount)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert job.stdout is not None
+    assert job.stdout.readline() == f"{says}\n".encode()
+    return job
+
+
 def test_open_files_outlive_the_mount(host: LazyHost) -> None:
     """A program that has a file open, and does not work in the directory, goes on when the mount is taken away."""
-    fill(host.root)
-    host.upload()
-    host.set("held")
-    child = host.start().wait_for_mount()
+    child = started_without_content(host)
     script = 'exec 3< "$1/big" 4>> "$1/log" && echo open && read line && cat <&3 && echo later >&4'
-    job = subprocess.Popen(
-        ["timeout", "60", "sh", "-c", script, "sh", str(host.mount)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert job.stdout is not None
-    assert job.stdout.readline() == b"open\n"
+    job = job_in(host, ["timeout", "60", "sh", "-c", script], "open")
     host.unset("held")
     until("the end of the mount", lambda: not host.is_mounted())
     out, _ = job.communicate(b"\n", timeout=30)
@@ -527,21 +528,12 @@ def test_open_files_outlive_the_mount(host: LazyHost) -> None:
 
 def test_a_program_that_works_in_the_directory_keeps_it(host: LazyHost) -> None:
     """A program that works in the directory is named and goes on when everything is there; its end is that of the mount."""
-    fill(host.root)
-    host.upload()
-    host.set("held")
-    child = host.start().wait_for_mount()
+    child = started_without_content(host)
     script = (
         'cd "$1/sub" && exec 3< ../big 4>> ../log && echo open && read line'
         ' && cat <&3 && echo later >&4 && ls .. && test "$(/bin/pwd -P)" = "$1/sub"'
     )
-    job = subprocess.Popen(
-        ["sh", "-c", script, "sh", str(host.mount)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert job.stdout is not None
-    assert job.stdout.readline() == b"open\n"
+    job = job_in(host, ["sh", "-c", script], "open")
     host.unset("held")
     until("a program that waits", lambda: f"sh (pid {job.pid})" in status_of(host).waits)
     assert status_of(host).state == "closing"
@@ -556,16 +548,9 @@ def test_a_program_that_works_in_the_directory_keeps_it(host: LazyHost) -> None:
 
 def test_a_removed_file_is_read_to_its_end(host: LazyHost) -> None:
     """A program that has opened a file and removed its name gets its content, which was not there at the time."""
-    fill(host.root)
-    host.upload()
-    host.set("held")
-    child = host.start().wait_for_mount()
+    child = started_without_content(host)
     script = 'exec 3< "$1/sub/f1" && rm "$1/sub/f1" && echo removed && cat <&3'
-    job = subprocess.Popen(
-        ["timeout", "60", "sh", "-c", script, "sh", str(host.mount)], stdout=subprocess.PIPE
-    )
-    assert job.stdout is not None
-    assert job.stdout.readline() == b"removed\n"
+    job = job_in(host, ["timeout", "60", "sh", "-c", script], "removed")
     host.unset("held")
     out, _ = job.communicate(timeout=30)
     assert out == (host.root / "sub" / "f1").read_bytes()
@@ -574,10 +559,7 @@ def test_a_removed_file_is_read_to_its_end(host: LazyHost) -> None:
 
 def test_sigterm_ends_it_so_that_it_can_go_on(host: LazyHost) -> None:
     """SIGTERM, and an operator's umount, end the process without a mount; the next run completes the directory."""
-    fill(host.root)
-    host.upload()
-    host.set("held")
-    child = host.start().wait_for_mount()
+    child = started_without_content(host)
     child.process.send_signal(signal.SIGTERM)
     host.unset("held")
     child.end()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.live import Live
 from support.overlay import Overlay
-from support.site import CHECKOUT, Site, site_in
+from support.site import CHECKOUT, Site
 from support.until import until
 
 from ciuic.daemon.roots.mount_hooks import detach_dead
@@ -19,12 +18,6 @@ from ciuic.protocol.worker_client import WorkerRefused
 from ciuic.system import mountinfo
 
 pytestmark = pytest.mark.mount
-
-
-@pytest.fixture
-def site(short_tmp: Path) -> Iterator[Site]:
-    with site_in(short_tmp) as made:
-        yield made
 
 
 def mount_tmpfs(place: Path) -> None:

@@ -9,19 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.site import Site, ended, site_in
+from support.site import Site, ended
 from support.until import until
 
 from ciuic.system import mountinfo
 from ciuic.system.open_files import mount_users
 
 pytestmark = pytest.mark.mount
-
-
-@pytest.fixture
-def site(short_tmp: Path) -> Iterator[Site]:
-    with site_in(short_tmp) as made:
-        yield made
 
 
 class Job:

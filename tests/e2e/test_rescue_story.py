@@ -48,19 +48,23 @@ def test_the_story_ends_bit_for_bit(short_tmp: Path) -> None:
     assert list(short_tmp.iterdir()) == []
 
 
-@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_story_cleans_up(short_tmp: Path, sig: signal.Signals) -> None:
-    """The story, interrupted in training, stops the daemon, unmounts, and removes its directory."""
-    story = _start(short_tmp)
+def _interrupted(place: Path, story: subprocess.Popen[str], after: str, sig: signal.Signals) -> None:
+    """Interrupt a story after it has said this; it ends and leaves neither a mount nor a file."""
     assert story.stdout is not None
     for line in story.stdout:
-        if "the training job runs" in line:
+        if after in line:
             break
     story.send_signal(sig)
     output, _ = story.communicate(timeout=120)
     assert story.returncode == 130, output
-    assert mounts_below((short_tmp,)) == {}
-    assert list(short_tmp.iterdir()) == []
+    assert mounts_below((place,)) == {}
+    assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_story_cleans_up(short_tmp: Path, sig: signal.Signals) -> None:
+    """The story, interrupted in training, stops the daemon, unmounts, and removes its directory."""
+    _interrupted(short_tmp, _start(short_tmp), "the training job runs", sig)
 
 
 @pytest.fixture
@@ -84,15 +88,7 @@ def test_a_run_outlives_its_machine(remote_place: Path, kind: str) -> None:
 def test_an_interrupted_remote_story_cleans_up(remote_place: Path) -> None:
     """The story, interrupted while a host makes its remote, ends hosts and server, and removes its directory."""
     story = _start(remote_place, REMOTE_STORY, **SHORT)
-    assert story.stdout is not None
-    for line in story.stdout:
-        if "an empty disk" in line:
-            break
-    story.send_signal(signal.SIGINT)
-    output, _ = story.communicate(timeout=120)
-    assert story.returncode == 130, output
-    assert mounts_below((remote_place,)) == {}
-    assert list(remote_place.iterdir()) == []
+    _interrupted(remote_place, story, "an empty disk", signal.SIGINT)
 
 
 def test_a_remote_story_that_cannot_go_on_says_why_in_its_last_line(remote_place: Path) -> None:

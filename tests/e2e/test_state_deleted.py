@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.overlay import state_of
-from support.site import Site, ended, site_in
+from support.site import Site, ended
 from support.until import until
 
 from ciuic import STATE_DIR_NAME
@@ -18,12 +17,6 @@ from ciuic import STATE_DIR_NAME
 pytestmark = pytest.mark.mount
 
 NAME = os.fsdecode(STATE_DIR_NAME)
-
-
-@pytest.fixture
-def site(short_tmp: Path) -> Iterator[Site]:
-    with site_in(short_tmp) as made:
-        yield made
 
 
 def _git(site: Site, *words: str) -> str:

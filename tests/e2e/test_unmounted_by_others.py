@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.overlay import PASSES
-from support.site import Site, ended, site_in
+from support.site import Site, ended
 from support.until import until
 
 pytestmark = pytest.mark.mount
-
-
-@pytest.fixture
-def site(short_tmp: Path) -> Iterator[Site]:
-    with site_in(short_tmp) as made:
-        yield made
 
 
 def alert_of(site: Site, root: Path) -> str:

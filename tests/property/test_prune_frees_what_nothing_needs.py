@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import random
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.small_repository import noise
 from support.stored import IDENTITIES, Tree, flip_stored, read_back, store
 
 from ciuic.errors import Busy, CiuicError, NotFound
@@ -39,11 +39,6 @@ def repository(tmp_path: Path) -> Iterator[Repository]:
     """Make an empty repository."""
     with Repository.create(tmp_path / "repo", block_size=BLOCK) as made:
         yield made
-
-
-def noise(seed: int, size: int) -> bytes:
-    """Return bytes that neither compress nor repeat."""
-    return random.Random(seed).randbytes(size)
 
 
 def commit(repository: Repository, *trees: Tree) -> list[SnapshotId]:

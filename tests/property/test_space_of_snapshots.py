@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.small_repository import noise
 from support.stored import IDENTITIES, Tree, store
 
 from ciuic.maintenance.prune import forget, prune
@@ -21,11 +21,6 @@ BLOCK = 4096
 EAGER = Thresholds(unused_share=0.0, pack_dead_share=0.0)
 DAY_NS = 86_400 * 10**9
 ROOTS = (b"/one", b"/two")
-
-
-def noise(seed: int, size: int) -> bytes:
-    """Return bytes that neither compress nor repeat."""
-    return random.Random(seed).randbytes(size)
 
 
 contents = st.builds(noise, st.integers(0, 8), st.sampled_from([0, 1, 100, BLOCK, BLOCK + 1, 5 * BLOCK]))

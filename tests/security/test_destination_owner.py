@@ -10,16 +10,14 @@ import os
 import shutil
 import socket
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
 from support.restore_enemy import hooked
 from support.restoring import take
+from support.second_user import LivingProgram
 
 from ciuic.errors import CiuicError
 from ciuic.repository import Repository
@@ -98,35 +96,17 @@ for line in sys.stdin:
 """
 
 
-class DestinationEnemy:
-    """Client of the living process; context manager."""
+class DestinationEnemy(LivingProgram):
+    """Client of the living process."""
 
     def __init__(self, uid: int = UID) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _PROGRAM, str(uid), str(uid)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd="/",
-        )
+        super().__init__(_PROGRAM, str(uid), str(uid))
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
 
     def do(self, step: str, *arguments: Path | str) -> Any:
         """Run one of the program's functions with these arguments as that user."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([step, [str(argument) for argument in arguments]]) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
-    def __enter__(self) -> DestinationEnemy:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.communicate(timeout=30)
+        return json.loads(self.ask([step, [str(argument) for argument in arguments]]))
 
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becoming other users needs root")

@@ -14,12 +14,10 @@ import os
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import hypothesis.strategies as st
@@ -28,7 +26,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from support.ci import needs
 from support.overlay import Overlay
-from support.second_user import _BECOME, MADE_UP, User
+from support.second_user import _BECOME, MADE_UP, LivingProgram, User
 from support.small_disks import missing, small_disk
 
 from ciuic import STATE_DIR_NAME
@@ -78,44 +76,23 @@ for line in sys.stdin:
 """
 
 
-class HostileUser:
+class HostileUser(LivingProgram):
     """Process of ``user``. A path that begins with ``@name`` is below the descriptor kept under that name."""
 
     def __init__(self, user: User) -> None:
+        super().__init__(_BECOME + _ACT)
         self.user = user
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _BECOME + _ACT],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd="/",
-        )
-        self._request([user.uid, user.gid, list(user.groups)])
+        self.ask([user.uid, user.gid, list(user.groups)])
 
     def __call__(self, what: str, *arguments: object) -> int:
         """Carry out ``os.<what>`` or one of keep, write, overwrite, read, listdir; return 0 or the errno."""
-        number: int = json.loads(self._request([what, *map(_plain, arguments)]))[0]
+        number: int = json.loads(self.ask([what, *map(_plain, arguments)]))[0]
         return number
 
     def read(self, path: os.PathLike[str] | str) -> str | None:
         """Return the content of a file as the user sees it, or None if it may not be read."""
-        number, text = json.loads(self._request(["read", os.fspath(path)]))
+        number, text = json.loads(self.ask(["read", os.fspath(path)]))
         return None if number else text
-
-    def _request(self, what: object) -> str:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(what) + "\n")
-        self._process.stdin.flush()
-        return self._process.stdout.readline()
-
-    def __enter__(self) -> HostileUser:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.communicate(timeout=30)
 
 
 def _plain(argument: object) -> object:

@@ -3,3 +3,4 @@
 from support.live import live as live
 from support.live import protected as protected
 from support.live import root as root
+from support.site import site as site

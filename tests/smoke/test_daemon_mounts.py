@@ -6,12 +6,11 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.injection import keeper_pids
-from support.site import Site, ended, site_in
+from support.site import Site, ended
 from support.until import until
 
 from ciuic import STATE_DIR_NAME
@@ -20,12 +19,6 @@ from ciuic.protocol.control_types import Alert
 from ciuic.repository import Repository
 
 pytestmark = pytest.mark.mount
-
-
-@pytest.fixture
-def site(short_tmp: Path) -> Iterator[Site]:
-    with site_in(short_tmp) as made:
-        yield made
 
 
 def test_a_stopped_daemon_leaves_no_mount_socket_or_process(site: Site) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 _BECOME = """
 import json, os, socket, stat, sys
@@ -82,28 +82,49 @@ def reach(user: User, paths: Iterable[Path | str]) -> set[str]:
     return set(json.loads(done.stdout))
 
 
-class Watcher:
-    """Living process of the user that reports, on request, which of some paths it can open for reading."""
+_Program = TypeVar("_Program", bound="LivingProgram")
 
-    def __init__(self, user: User) -> None:
-        self.user = user
+
+class LivingProgram:
+    """Python program that answers each line of JSON with one line, and ends with its input; a context manager."""
+
+    def __init__(self, program: str, *arguments: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _BECOME + _WATCH], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-I", "-c", program, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd="/",
         )
-        self._ask([user.uid, user.gid, list(user.groups)])
 
-    def _ask(self, question: object) -> str:
+    def ask(self, question: object) -> str:
+        """Send one line, and return the next one of the program."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
         return self._process.stdout.readline()
 
-    def opens(self, paths: Iterable[str]) -> set[str]:
-        return set(json.loads(self._ask(list(paths))))
-
     def close(self) -> None:
         self._process.communicate(timeout=30)
+
+    def __enter__(self: _Program) -> _Program:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Watcher(LivingProgram):
+    """Living process of the user that reports, on request, which of some paths it can open for reading."""
+
+    def __init__(self, user: User) -> None:
+        super().__init__(_BECOME + _WATCH)
+        self.user = user
+        self.ask([user.uid, user.gid, list(user.groups)])
+
+    def opens(self, paths: Iterable[str]) -> set[str]:
+        return set(json.loads(self.ask(list(paths))))
 
 
 def run_as(user: User, script: str, *arguments: str, imports: str = "") -> subprocess.CompletedProcess[str]:

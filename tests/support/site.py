@@ -202,6 +202,13 @@ def site_in(top: Path, *, driver: str = DRIVER) -> Iterator[Site]:
                 made.process.wait()
 
 
+@pytest.fixture
+def site(short_tmp: Path) -> Iterator[Site]:
+    """Provide a site without roots and without a daemon."""
+    with site_in(short_tmp) as made:
+        yield made
+
+
 @contextmanager
 def running_site(top: Path, *roots: str) -> Iterator[Site]:
     """Yield a site with a daemon whose first snapshot, of empty roots, is committed."""

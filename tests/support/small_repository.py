@@ -10,6 +10,11 @@ from ciuic.types import ChunkId, Entry, RootRecord, Snapshot, SnapshotDraft, Sna
 BLOCK = 4096
 
 
+def noise(seed: int, size_bytes: int) -> bytes:
+    """Return bytes that neither compress nor repeat."""
+    return random.Random(seed).randbytes(size_bytes)
+
+
 def content(seed: int, blocks: int) -> bytes:
     """Return reproducible content: even seeds do not compress, odd ones do."""
     if seed % 2:

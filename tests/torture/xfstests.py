@@ -76,7 +76,7 @@ EXPECTED = (
         handles=True,
     ),
 )
-"""Expected failures; docs/conformance.md has them too (tests/unit/project/test_conformance_page.py)."""
+"""Expected failures; docs/conformance.md has them too (tests/unit/project/test_docs_pages.py)."""
 
 _SCRIPT = r"""
 set -u

@@ -1,23 +1,27 @@
-"""Tests that docs/cli.md says what the program does."""
+"""Tests that docs/cli.md says what the program does, and docs/security.md who may do what on the page of `ciuic web`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from ciuic.cli.app import COMMANDS
 from ciuic.cli.reference import rewritten
 from ciuic.errors import BY_EXIT_CODE
 
-PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = DOCS / "cli.md"
 
 
-def test_generated_parts_are_up_to_date() -> None:
-    """Exit codes and options in the page are those of the code.
+@pytest.mark.parametrize("name", ["cli.md", "security.md"])
+def test_generated_parts_are_up_to_date(name: str) -> None:
+    """Exit codes and options, and who may do what on the page of `ciuic web`, are those of the code.
 
-    `python -m ciuic.cli.reference docs/cli.md` updates the page.
+    `python -m ciuic.cli.reference docs/NAME` updates the page.
     """
-    text = PAGE.read_text(encoding="utf-8")
-    assert rewritten(text, PAGE.name) == text
+    text = (DOCS / name).read_text(encoding="utf-8")
+    assert rewritten(text, name) == text
 
 
 def test_every_exit_code_and_command_is_there() -> None:

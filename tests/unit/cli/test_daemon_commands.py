@@ -1,4 +1,4 @@
-"""The commands that talk to the daemon, against documents served by a small HTTP server."""
+"""The commands that talk to the daemon, against documents served by a small HTTP server, and waits that nobody would end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -15,6 +16,8 @@ from support.fake_daemon import FakeDaemon
 
 from ciuic import __version__
 from ciuic.cli.app import cli
+from ciuic.cli.commands import snapshot as command
+from ciuic.errors import CiuicError
 from ciuic.protocol.control_types import (
     Alert,
     BesideStatus,
@@ -319,3 +322,21 @@ def test_unprotect_of_no_root_changes_nothing(config: Path) -> None:
     assert result.exit_code == 3
     assert "/elsewhere" in result.stderr
     assert config.read_bytes() == before
+
+
+@pytest.mark.parametrize("status", [None, SimpleNamespace(runs=False)])
+def test_waiting_ends_where_nothing_uploads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: Any
+) -> None:
+    """Without a process that uploads it is said soon, and the wait ends with what to start."""
+    session = SimpleNamespace(
+        config=SimpleNamespace(remotes=[SimpleNamespace(name="nas")]), repository=SimpleNamespace(id="r")
+    )
+    monkeypatch.setattr(command, "_is_stored", lambda *_: False)
+    monkeypatch.setattr(command, "_upload_status", lambda _: status)
+    for name in ("_PATIENCE_SECONDS", "_UNSERVED_SECONDS", "_POLL_SECONDS"):
+        monkeypatch.setattr(command, name, 0.0)
+    with pytest.raises(CiuicError, match="nothing uploads to the remote nas") as caught:
+        command.RemoteWait(cast("Any", session)).until_stored("cs-abc123")
+    assert "ciuic service install" in caught.value.hint
+    assert "nothing seems to upload to the remote nas" in capsys.readouterr().err

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import random
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+from support.small_repository import noise
 from support.stored import IDENTITIES, flip, flip_stored, put_file, read_back, store
 
 from ciuic.errors import Busy
@@ -23,10 +23,6 @@ from ciuic.repository.locks import Claim
 from ciuic.types import ChunkId, RootRecord, Snapshot, SnapshotDraft, SnapshotId
 
 BLOCK = 4096
-
-
-def noise(seed: int, size: int) -> bytes:
-    return random.Random(seed).randbytes(size)
 
 
 CONTENT = noise(1, 40 * BLOCK + 17)

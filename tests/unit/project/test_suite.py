@@ -1,4 +1,4 @@
-"""Tests of the runner of the suite: failures looked at twice, the order of files, and an end whatever dies."""
+"""Tests of the runner of the suite: its disk, failures looked at twice, the order of files, and an end whatever dies."""
 
 from __future__ import annotations
 
@@ -196,3 +196,127 @@ def test_a_run_ends_when_processes_die(tmp_path: Path, files: list[str]) -> None
     passed = f", {every.count('s')} passed" if "s" in every else ""
     assert f"{every.count('d')} failed{passed} in " in outcome.stdout, outcome.stdout
     assert (tmp_path / "run").read_text() == "\n" * len(every)
+
+
+_HANGS = """
+import subprocess, threading
+def wait_for_ever(): threading.Event().wait()
+def test_it():
+    # It ends with its standard input, when this process does.
+    with subprocess.Popen(["cat", "-"], stdin=subprocess.PIPE):
+        wait_for_ever()
+"""
+_CRASHES = """
+import ctypes
+def read_from_nowhere(): ctypes.string_at(0)
+def test_it(): read_from_nowhere()
+"""
+_IS_KILLED = """
+import os, signal
+def test_it(): os.kill(os.getpid(), signal.SIGKILL)
+"""
+_DYING_CONFTEST = """
+from support import last_words
+def pytest_configure(config): last_words.register(config)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (_HANGS, ["longer than its 1 s", "in wait_for_ever", "in test_it", " S ", "cat -"]),
+        (_CRASHES, ["SIGSEGV", "Segmentation fault", "in read_from_nowhere"]),
+        (_IS_KILLED, ["killed by SIGKILL"]),
+    ],
+    ids=["hangs", "crashes", "is-killed"],
+)
+def test_last_words_are_the_end_of_the_report(tmp_path: Path, program: str, words: list[str]) -> None:
+    """The stacks of a worker that died, and its children where its time was up, come after everything else."""
+    (tmp_path / "conftest.py").write_text(_DYING_CONFTEST)
+    (tmp_path / "test_dying.py").write_text(program + "\ndef test_sound(): pass\n")
+    outcome = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-n1",
+            "-ra",
+            "--timeout=1",
+            "--timeout-method=thread",
+            "-p",
+            "no:randomly",
+            "-p",
+            "no:kmock",
+        ],
+        cwd=tmp_path,
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": os.pathsep.join((str(CHECKOUT), str(CHECKOUT / "tests"))),
+            "TMPDIR": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    everything_else, _, end = outcome.stdout.partition("short test summary info")
+    assert "crashed while running 'test_dying.py::test_it'" in everything_else, (
+        outcome.stdout + outcome.stderr
+    )
+    _, title, last = end.partition("last words of gw0")
+    assert title, outcome.stdout
+    for expected in ["test_dying.py::test_it", *words]:
+        assert expected in last, outcome.stdout
+    # What called the test is no news.
+    assert "pluggy" not in last
+    assert "1 failed, 1 passed" in last
+    assert list(tmp_path.glob("ciuic-last-words-*")) == []
+
+
+WITH_TEST_DISK = Path(__file__).parents[3] / ".ci/with-test-disk"
+
+
+def with_test_disk(
+    script: str, place: Path, *, path: str = os.environ["PATH"]
+) -> subprocess.CompletedProcess[str]:
+    """Run a shell script from a checkout at ``place``, in whose directory ``images`` the disk has its file."""
+    (place / "images").mkdir()
+    return subprocess.run(
+        [WITH_TEST_DISK, "/bin/sh", "-c", script],
+        cwd=place,
+        env={"PATH": path, "TMPDIR": str(place / "images")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+
+@pytest.mark.mount
+def test_a_program_has_a_disk_of_its_own_at_tmp(short_tmp: Path) -> None:
+    """A program finds an empty ext4 at /tmp, its current directory as it was, and leaves neither mount, device nor file."""
+    inside = """
+        stat --file-system --format %T /tmp
+        ls /tmp --ignore $(basename $PYTEST_DEBUG_TEMPROOT)
+        touch /tmp/within kept
+        ls images
+        echo ${TMPDIR-none}
+    """
+    ran = with_test_disk(inside, short_tmp)
+    assert ran.stderr == ""
+    assert ran.stdout.split() == ["ext2/ext3", short_tmp.relative_to("/tmp").parts[0], "lost+found", "none"]
+    assert not Path("/tmp/within").exists()
+    assert sorted(path.name for path in short_tmp.iterdir()) == ["images", "kept"]
+
+
+@pytest.mark.mount
+@pytest.mark.parametrize("lacking", ["unshare", "mkfs.ext4", "losetup", "mount"])
+def test_a_program_runs_where_no_disk_can_be_had(short_tmp: Path, lacking: str) -> None:
+    """A program runs without a disk, after a sentence, where a step of making one fails; nothing is left."""
+    fails = short_tmp / "bin" / lacking
+    fails.parent.mkdir()
+    fails.write_text("#!/bin/sh\necho not here; exit 1\n")
+    fails.chmod(0o755)
+    ran = with_test_disk("echo ran", short_tmp, path=f"{fails.parent}:{os.environ['PATH']}")
+    assert ran.stdout == "ran\n"
+    assert ran.stderr.startswith("ciuic: tests wait for this machine's disk and take longer: no ")
+    assert list((short_tmp / "images").iterdir()) == []

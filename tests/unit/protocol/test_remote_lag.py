@@ -9,7 +9,7 @@ from typing import NamedTuple
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ciuic.protocol.stored_remotely import RemotePlace, StoredRecord, remote_lag, write_record
+from ciuic.protocol.stored_remotely import RemoteLag, RemotePlace, StoredRecord, remote_lag, write_record
 
 REPOSITORY = "ab" * 16
 SECOND_NS = 10**9
@@ -31,6 +31,13 @@ def infos(number: int) -> list[Info]:
     return [Info(f"cs-{n:06x}", n * SECOND_NS, 10**n) for n in range(1, number + 1)]
 
 
+def lag_of(remote: str, snapshots: int, now_seconds: int, state_dir: Path) -> RemoteLag:
+    """Return how far a remote is behind a repository with so many snapshots, one each second."""
+    place = RemotePlace(remote, "memory://bucket")
+    now_ns = now_seconds * SECOND_NS
+    return remote_lag(place, REPOSITORY, infos(snapshots), now_ns=now_ns, state_dir=state_dir)
+
+
 def test_what_waits_is_counted(tmp_path: Path) -> None:
     """Waiting are snapshots neither stored nor passed over; at risk is the time since the newest stored one."""
     record = StoredRecord(
@@ -40,13 +47,7 @@ def test_what_waits_is_counted(tmp_path: Path) -> None:
         tail_ns=15 * SECOND_NS,
     )
     write_record("remote", record, tmp_path)
-    lag = remote_lag(
-        RemotePlace("remote", "memory://bucket"),
-        REPOSITORY,
-        infos(5),
-        now_ns=10 * SECOND_NS,
-        state_dir=tmp_path,
-    )
+    lag = lag_of("remote", 5, 10, tmp_path)
     assert (lag.snapshots, lag.size_bytes) == (3, 10 + 10**4 + 10**5)
     assert lag.seconds == 6
     assert (lag.stored, lag.newest, lag.newest_ns, lag.flaw) == (1, "cs-000002", 2 * SECOND_NS, "")
@@ -55,32 +56,19 @@ def test_what_waits_is_counted(tmp_path: Path) -> None:
 def test_older_snapshots_are_behind_and_not_at_risk(tmp_path: Path) -> None:
     """Once the newest snapshot is stored nothing that only this host has is new, whatever else waits."""
     write_record("remote", StoredRecord(repository=REPOSITORY, stored=frozenset({"cs-000005"})), tmp_path)
-    lag = remote_lag(
-        RemotePlace("remote", "memory://bucket"),
-        REPOSITORY,
-        infos(5),
-        now_ns=10 * SECOND_NS,
-        state_dir=tmp_path,
-    )
+    lag = lag_of("remote", 5, 10, tmp_path)
     assert (lag.snapshots, lag.seconds) == (4, 0)
 
 
 def test_without_a_record_everything_waits(tmp_path: Path) -> None:
     """No record, one of another repository, and one that cannot be read: all counts as waiting, with the reason."""
-    assert (
-        "from this host"
-        in remote_lag(
-            RemotePlace("a", "memory://bucket"), REPOSITORY, infos(2), now_ns=0, state_dir=tmp_path
-        ).flaw
-    )
+    assert "from this host" in lag_of("a", 2, 0, tmp_path).flaw
     write_record("b", StoredRecord(repository="cd" * 16, stored=frozenset({"cs-000001"})), tmp_path)
-    lag = remote_lag(
-        RemotePlace("b", "memory://bucket"), REPOSITORY, infos(2), now_ns=9 * SECOND_NS, state_dir=tmp_path
-    )
+    lag = lag_of("b", 2, 9, tmp_path)
     assert (lag.snapshots, lag.stored, lag.seconds) == (2, 0, 8)
     assert "from this repository" in lag.flaw
     (tmp_path / "b" / "stored").write_bytes(b"{")
-    lag = remote_lag(RemotePlace("b", "memory://bucket"), REPOSITORY, infos(2), now_ns=0, state_dir=tmp_path)
+    lag = lag_of("b", 2, 0, tmp_path)
     assert (lag.snapshots, "cannot be read" in lag.flaw) == (2, True)
 
 
@@ -101,13 +89,7 @@ def test_every_snapshot_is_in_one_of_three_states(
         passed_over=frozenset(f"cs-{n:06x}" for n in passed_over),
     )
     write_record(name, record, tmp_path)
-    lag = remote_lag(
-        RemotePlace(name, "memory://bucket"),
-        REPOSITORY,
-        infos(number),
-        now_ns=100 * SECOND_NS,
-        state_dir=tmp_path,
-    )
+    lag = lag_of(name, number, 100, tmp_path)
     here = set(range(1, number + 1))
     assert lag.stored == len(here & stored)
     assert lag.snapshots == len(here - stored - passed_over)

@@ -1,15 +1,17 @@
-"""Tests of what all Unix sockets of ciuic share."""
+"""Tests of what all Unix sockets of ciuic share, and of the client of those that speak HTTP."""
 
 from __future__ import annotations
 
 import os
 import socket
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from ciuic.protocol.socket_http import Connection
 from ciuic.system.unix_sockets import bind, connect, credentials, listener_of, receive, rights, socket_address
 
 
@@ -74,3 +76,19 @@ def test_a_user_with_a_large_number_is_known() -> None:
         found = said.read()
     os.waitpid(child, 0)
     assert found == str(uid)
+
+
+def test_a_full_queue_is_waited_for(short_tmp: Path) -> None:
+    """A caller waits where others have filled the queue of the listener, and takes nobody for absent."""
+    path = os.fspath(short_tmp / "socket")
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as pool:
+        listener.bind(path)
+        listener.listen(0)
+        with socket.socket(socket.AF_UNIX) as first:
+            first.connect(path)
+            later = pool.submit(Connection, path, connect_seconds=60)
+            with pytest.raises(TimeoutError):
+                later.result(0.3)
+            listener.accept()[0].close()
+            with later.result():
+                listener.accept()[0].close()

@@ -1,4 +1,4 @@
-"""`ciuic restore` on real repositories and real directories."""
+"""`ciuic restore` on real repositories and real directories, and what is said of its safety snapshot."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import click
 import msgspec
 import pytest
 from support.checkpoint_files import FORMATS
@@ -20,6 +23,9 @@ from support.cli_repository import FIRST_NS, NOISE, CliRepository
 from support.cli_repository import repository as repository
 
 from ciuic.cli.shared import safety_snapshot
+from ciuic.cli.shared.safety_snapshot import is_over
+from ciuic.cli.shared.session import Session
+from ciuic.compare.restore_records import record_restore
 from ciuic.errors import Damaged
 from ciuic.repository import Repository
 from ciuic.restore import Overwrite, journal, plan_restore
@@ -712,3 +718,14 @@ def test_delete_finds_what_is_chosen_in_every_directory(repository: CliRepositor
     assert sorted(one["path"] for one in done["removed"]) == gone
     left = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
     assert left == ["a.pt", "has/mine", "lacks/deep/mine"]
+
+
+def test_the_undo_of_a_resumed_restore_leads_before_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command that is named takes back the run that was cut short as well, as `ciuic undo` alone does."""
+    record_restore(tmp_path, "cs-000001", [b"/r"], ["cs-000001"])
+    record_restore(tmp_path, "cs-000002", [b"/r"], ["cs-000001", "cs-000002"], "cs-000001")
+    with click.Context(click.Command("restore"), obj=Session()):
+        is_over(cast("Any", SimpleNamespace(repository_dir=tmp_path)), "cs-000002", changed=True)
+    assert "ciuic undo cs-000001" in capsys.readouterr().err

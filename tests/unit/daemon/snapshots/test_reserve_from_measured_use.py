@@ -55,6 +55,14 @@ class Watched:
         self.at += after_seconds
         return self.watch.measure().reserve_bytes // GIB
 
+    def reserve_gib_after_swing(self, gib: int) -> int:
+        """Let others take that much and give it back, with a measurement before each."""
+        self.reserve_gib()
+        self.disk.others += gib * GIB
+        self.reserve_gib()
+        self.disk.others -= gib * GIB
+        return self.reserve_gib()
+
 
 def test_what_others_took_and_keep_needs_no_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a rise that stays nor a fall alone raises the reserve: nothing of it will be taken again."""
@@ -88,11 +96,7 @@ def test_the_reserve_is_what_others_took_and_gave_back(monkeypatch: pytest.Monke
 def test_a_large_swing_leaves_room_for_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
     """However much others take and give back, three quarters of the disk are for snapshots."""
     watched = Watched(monkeypatch)
-    watched.reserve_gib()
-    watched.disk.others += 600 * GIB
-    watched.reserve_gib()
-    watched.disk.others -= 600 * GIB
-    assert watched.reserve_gib() == 250
+    assert watched.reserve_gib_after_swing(600) == 250
 
 
 def test_a_neighbour_s_swing_counts_no_more_than_the_roots_can_write(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,11 +105,7 @@ def test_a_neighbour_s_swing_counts_no_more_than_the_roots_can_write(monkeypatch
     for held, reserve_gib in ((40 * GIB, 80), (GIB, 50)):
         info = SimpleNamespace(id="cs-000001", size_bytes=held)
         monkeypatch.setattr(watched.disk, "latest_of", lambda roots, info=info: dict.fromkeys(roots, info))
-        watched.reserve_gib()
-        watched.disk.others += 200 * GIB
-        watched.reserve_gib()
-        watched.disk.others -= 200 * GIB
-        assert watched.reserve_gib() == reserve_gib
+        assert watched.reserve_gib_after_swing(200) == reserve_gib
 
 
 def test_a_repository_that_cannot_be_read_bounds_no_swing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,11 +116,7 @@ def test_a_repository_that_cannot_be_read_bounds_no_swing(monkeypatch: pytest.Mo
         raise Damaged("the catalogue cannot be read")
 
     monkeypatch.setattr(watched.disk, "latest_of", refuse)
-    watched.reserve_gib()
-    watched.disk.others += 80 * GIB
-    watched.reserve_gib()
-    watched.disk.others -= 80 * GIB
-    assert watched.reserve_gib() == 80
+    assert watched.reserve_gib_after_swing(80) == 80
 
 
 def test_writes_of_the_repository_are_no_growth(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,11 +137,7 @@ def test_a_configured_reserve_is_the_reserve(monkeypatch: pytest.MonkeyPatch) ->
     """A configured reserve is used whatever grows."""
     watched = Watched(monkeypatch)
     watched.settings = watched.settings._replace(reserve=MinFree(size_bytes=GIB))
-    watched.reserve_gib()
-    watched.disk.others += 300 * GIB
-    watched.reserve_gib()
-    watched.disk.others -= 300 * GIB
-    assert watched.reserve_gib() == 1
+    assert watched.reserve_gib_after_swing(300) == 1
 
 
 def test_samples_stay_few(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,28 @@ def run(bench: Bench, script: Callable[[], Awaitable[None]], *, speed: float = 1
     trio.run(main, clock=trio.testing.MockClock(rate=speed) if speed != 1 else None)
 
 
+def lose_worker(bench: Bench) -> None:
+    """Let the worker of /a end, and its session be known as lost."""
+    bench.roots["/a"].worker = None
+    bench.snapshots.session_lost("/a", "s")
+
+
+async def lose_worker_of_capture(bench: Bench) -> pending_module.PendingSnapshot:
+    """Return a snapshot of whose capture the worker of /a is lost."""
+    pending = await bench.snapshots.take(SnapshotRequest())
+    await trio.testing.wait_all_tasks_blocked()
+    lose_worker(bench)
+    return pending
+
+
+async def finished(bench: Bench) -> pending_module.PendingSnapshot:
+    """Return the snapshot of `record` when it is finished."""
+    pending = bench.snapshots.state("cs-00abcd")
+    assert pending is not None
+    await pending.finished.wait()
+    return pending
+
+
 def test_snapshot_is_cut_captured_and_committed_at_the_worker(bench: Bench) -> None:
     """The job names the sealed epoch, which is committed at the worker only after the capture's Done."""
     overlay = FakeOverlay()
@@ -200,8 +222,7 @@ def test_a_lost_session_ends_the_running_capture_and_costs_its_root(bench: Bench
     async def script() -> None:
         pending = await bench.snapshots.take(SnapshotRequest(message="m"))
         await trio.testing.wait_all_tasks_blocked()
-        bench.roots["/a"].worker = None
-        bench.snapshots.session_lost("/a", "s")
+        lose_worker(bench)
         assert bench.captures[0].killed
         ours.epoch, ours.pending = 1, []
         bench.add_root("/a", ours, session="successor")
@@ -227,10 +248,7 @@ def test_epoch_of_a_killed_worker_is_captured_through_its_successor(bench: Bench
     bench.gates = [trio.Event()]
 
     async def script() -> None:
-        pending = await bench.snapshots.take(SnapshotRequest())
-        await trio.testing.wait_all_tasks_blocked()
-        bench.roots["/a"].worker = None
-        bench.snapshots.session_lost("/a", "s")
+        pending = await lose_worker_of_capture(bench)
         assert bench.captures[0].killed
         bench.add_root("/a", overlay)
         await pending.finished.wait()
@@ -249,10 +267,7 @@ def test_a_root_that_does_not_come_back_is_left_out(bench: Bench) -> None:
     bench.gates = [trio.Event()]
 
     async def script() -> None:
-        pending = await bench.snapshots.take(SnapshotRequest())
-        await trio.testing.wait_all_tasks_blocked()
-        bench.roots["/a"].worker = None
-        bench.snapshots.session_lost("/a", "s")
+        pending = await lose_worker_of_capture(bench)
         await pending.finished.wait()
         assert (pending.state.state, pending.state.roots) == ("committed", ["/b"])
         assert list(pending.state.left_out) == ["/a"]
@@ -270,15 +285,11 @@ def test_a_successor_that_dies_when_it_is_asked_loses_nothing(bench: Bench) -> N
     bench.gates = [trio.Event()]
 
     async def script() -> None:
-        pending = await bench.snapshots.take(SnapshotRequest())
-        await trio.testing.wait_all_tasks_blocked()
-        bench.roots["/a"].worker = None
-        bench.snapshots.session_lost("/a", "s")
+        pending = await lose_worker_of_capture(bench)
         overlay.fail_on.add("status")
         bench.add_root("/a", overlay)
         await until_async(lambda: "status a" in overlay.log)
-        bench.roots["/a"].worker = None
-        bench.snapshots.session_lost("/a", "s")
+        lose_worker(bench)
         overlay.fail_on.clear()
         bench.add_root("/a", overlay)
         await pending.finished.wait()
@@ -325,8 +336,7 @@ def test_every_waiting_snapshot_of_an_ended_session_is_lost(bench: Bench) -> Non
         lost = [await bench.snapshots.take(SnapshotRequest(roots=["/a"]), scheduled=True) for _ in range(2)]
         asked = await bench.snapshots.take(SnapshotRequest(roots=["/a"]))
         last = await bench.snapshots.take(SnapshotRequest(roots=["/b"]), scheduled=True)
-        bench.roots["/a"].worker = None
-        bench.snapshots.session_lost("/a", "s")
+        lose_worker(bench)
         ours.epoch, ours.pending = 1, []
         bench.add_root("/a", ours, session="successor")
         gate.set()
@@ -399,8 +409,7 @@ def test_a_scheduled_snapshot_that_was_lost_is_taken_again(bench: Bench, schedul
     async def script() -> None:
         pending = await bench.snapshots.take(SnapshotRequest(), scheduled=scheduled)
         await trio.testing.wait_all_tasks_blocked()
-        bench.roots["/a"].worker = None
-        bench.snapshots.session_lost("/a", "s")
+        lose_worker(bench)
         await pending.finished.wait()
 
     run(bench, script, speed=200)
@@ -546,9 +555,7 @@ def test_a_successor_goes_on_with_the_same_id(bench: Bench) -> None:
 
     async def script() -> None:
         await bench.snapshots.resume([record()])
-        pending = bench.snapshots.state("cs-00abcd")
-        assert pending is not None
-        await pending.finished.wait()
+        pending = await finished(bench)
         assert pending.state.state == "committed"
 
     run(bench, script)
@@ -565,9 +572,7 @@ def test_a_successor_captures_no_committed_snapshot_again(bench: Bench) -> None:
 
     async def script() -> None:
         await bench.snapshots.resume([record()])
-        pending = bench.snapshots.state("cs-00abcd")
-        assert pending is not None
-        await pending.finished.wait()
+        await finished(bench)
 
     run(bench, script)
     assert bench.jobs == []
@@ -589,9 +594,7 @@ def test_a_successor_lets_a_running_capture_finish(bench: Bench) -> None:
         assert bench.jobs == []
         bench.store.epochs[("/a", "s", 1)] = "cs-00abcd"
         process.kill()
-        pending = bench.snapshots.state("cs-00abcd")
-        assert pending is not None
-        await pending.finished.wait()
+        pending = await finished(bench)
         assert pending.state.state == "committed"
 
     run(bench, script)
@@ -606,9 +609,7 @@ def test_a_successor_reports_what_was_lost_with_its_session(bench: Bench) -> Non
 
     async def script() -> None:
         await bench.snapshots.resume([record()])
-        pending = bench.snapshots.state("cs-00abcd")
-        assert pending is not None
-        await pending.finished.wait()
+        pending = await finished(bench)
         assert pending.state.state == "failed"
 
     run(bench, script)

@@ -1,4 +1,4 @@
-"""Tests of the order of uploads: what a resume needs is there first."""
+"""Tests of the order of uploads, by which what a resume needs is there first, and of what a host remembers of the states there."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from support.restoring import write
 
 from ciuic import SnapshotManager
 from ciuic.maintenance.verify import verify_snapshots
+from ciuic.protocol.stored_remotely import RemotePlace, StoredRecord, doubt_record, write_record
 from ciuic.remote.access import Remote, repository_space
-from ciuic.remote.object_names import parse_pack, split_ref
+from ciuic.remote.object_names import manifest_name, parse_pack, split_ref
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import RemoteUnreachable
 from ciuic.remote.pack import RemotePackReader
 from ciuic.remote.replication import in_order_of_need
+from ciuic.remote.stored_facts import StoredFacts, _Note, newest_stored_states
 from ciuic.remote.uploader import _READ_AT_ONCE, Stopped
 from ciuic.repository.identity import Bytes
+from ciuic.repository.record_files import write_note
 from ciuic.training.format.reading import read_facts
 from ciuic.training.remote.uploads import labels_of
 
@@ -170,3 +173,22 @@ def test_checkpoints_go_before_other_files_of_a_snapshot(tmp_path: Path, bucket:
     assert len(order) == len(owner)
     rank = [["z.safetensors", "old.safetensors", "a.log"].index(name) for name in order]
     assert all(first <= later for first, later in zip(rank, rank[_READ_AT_ONCE:], strict=False))
+
+
+REPOSITORY = "ab" * 16
+NAS = RemotePlace("nas", "memory://bucket")
+
+
+def test_a_doubted_remote_has_nothing_to_resume_from(tmp_path: Path) -> None:
+    """The newest state is told until the remote is doubted, and again once it was read."""
+    name = manifest_name(job="run", epoch=1, step=7, host="h")
+    fact = StoredFacts(snapshot="cs-000001", manifest=name, time_ns=1, tags=("training",), roots=(b"run",))
+    record = StoredRecord(repository=REPOSITORY, stored=frozenset({"cs-000001"}), tail_ns=1)
+    write_record("nas", record, tmp_path)
+    (tmp_path / "nas" / REPOSITORY).mkdir()
+    write_note(str(tmp_path / "nas" / REPOSITORY), "facts", _Note(facts=(fact,)), durable=False)
+    assert newest_stored_states(tmp_path, NAS, [REPOSITORY])[b"run"].step == 7
+    doubt_record(NAS, REPOSITORY, "it went back", tmp_path)
+    assert newest_stored_states(tmp_path, NAS, [REPOSITORY]) == {}
+    write_record("nas", record, tmp_path)
+    assert newest_stored_states(tmp_path, NAS, [REPOSITORY])[b"run"].step == 7

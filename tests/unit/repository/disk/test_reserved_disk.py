@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.small_repository import noise
 from support.stored import read_back, store
 
 from ciuic.daemon.capture import space
@@ -22,10 +22,6 @@ from ciuic.types import Snapshot, SnapshotDraft
 
 MIB = 1 << 20
 BLOCK = 4096
-
-
-def noise(seed: int, size: int) -> bytes:
-    return random.Random(seed).randbytes(size)
 
 
 @pytest.fixture

@@ -1,8 +1,9 @@
-"""A scrub in slices: `verify --checksum --max-duration`, and the record of where it stopped."""
+"""Verification of all snapshots: in slices, with the record of where it stopped, and beside a job that removes some of them."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from support.cli_repository import CliRepository
 from support.small_repository import BLOCK, content, make_snapshot
 from support.stored import flip
 
-from ciuic.errors import Busy
-from ciuic.maintenance.verify import NAME, ScrubBook, VerifyResult, verify_slice
+from ciuic.errors import Busy, NotFound
+from ciuic.maintenance import verify
+from ciuic.maintenance.prune import forget, prune
+from ciuic.maintenance.verify import NAME, ScrubBook, VerifyResult, verify_slice, verify_snapshots
 from ciuic.repository import Repository
 from ciuic.types import SnapshotId
 
@@ -187,3 +190,48 @@ def test_a_slice_that_ends_after_a_snapshot_has_reported_what_it_lacks(repositor
         result, complete, _ = one_slice(repository, 1)
         lacking.update(id_ for damage in result.damages if damage.kind == "data" for id_ in damage.snapshots)
     assert len(lacking) == SNAPSHOTS
+
+
+GONE = SnapshotId("cs-00000b")
+
+
+@pytest.fixture
+def changing(tmp_path: Path) -> Repository:
+    """A changing of three snapshots without a chunk in common."""
+    with Repository.create(tmp_path / "r", block_size=BLOCK) as made:
+        for number, name in enumerate(("cs-00000a", GONE, "cs-00000c")):
+            with made.writer() as writer:
+                make_snapshot(writer, name, {b"f": os.urandom(4 * BLOCK)}, time_ns=number + 1)
+    return Repository.open(tmp_path / "r")
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("moment", ["listed", "loaded"])
+def test_what_is_removed_meanwhile_is_no_damage(
+    changing: Repository, monkeypatch: pytest.MonkeyPatch, moment: str, checksum: bool
+) -> None:
+    """A snapshot that is removed and pruned after it was listed or loaded is no error and no damage."""
+
+    def remove() -> None:
+        with Repository.open(changing.path) as other:
+            forget(other, [GONE])
+            prune(other)
+
+    name = "_load" if moment == "listed" else "_verify_snapshots"
+    method = getattr(verify.Verification, name)
+
+    def meanwhile(self: verify.Verification, *args: object, **kwargs: object) -> object:
+        remove()
+        return method(self, *args, **kwargs)
+
+    monkeypatch.setattr(verify.Verification, name, meanwhile)
+    result = verify_snapshots(changing, checksum=checksum)
+    assert result.damages == []
+    assert (GONE in result.snapshots) is (moment == "loaded")
+
+
+def test_a_named_snapshot_must_be_there(changing: Repository) -> None:
+    """A snapshot that somebody named and that is gone is an error."""
+    forget(changing, [GONE])
+    with pytest.raises(NotFound):
+        verify_snapshots(changing, [GONE])

@@ -1,4 +1,4 @@
-"""Tests of statfs while an epoch is pending: removed files count as free, as on a plain file system."""
+"""Tests of free space while an epoch is pending: removed files count as free, and a disk that cannot be asked fails no call."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from support.faults import Disk
 
 from ciuic.fuse_layer.core.overlay_core import ROOT_ID, Credentials, OverlayCore
+from ciuic.fuse_layer.core.overlay_hooks import RoomForUnseen
 
 CALLER = Credentials(0, 0, 0)
 FILES, SIZE_BYTES = 40, 300_000
-
-pytestmark = pytest.mark.mount
 
 
 @pytest.fixture
@@ -58,6 +59,7 @@ def _create(core: OverlayCore, name: bytes) -> int:
     return handle
 
 
+@pytest.mark.mount
 def test_removed_files_are_free_while_they_are_kept(open_core: Callable[[], OverlayCore]) -> None:
     """Space and inodes of removed and overwritten files are free at once, and the same after the epoch."""
     core = open_core()
@@ -79,6 +81,7 @@ def test_removed_files_are_free_while_they_are_kept(open_core: Callable[[], Over
     assert _free(core) == free
 
 
+@pytest.mark.mount
 def test_renamed_and_open_files_are_not_free(open_core: Callable[[], OverlayCore]) -> None:
     """Renamed files, and removed ones that are open, are not free though the undo log holds them too."""
     core = open_core()
@@ -98,3 +101,15 @@ def test_renamed_and_open_files_are_not_free(open_core: Callable[[], OverlayCore
     assert free[1] == before[1] + 1
     core.committed(cut.epoch)
     assert _free(core) == free
+
+
+def test_a_disk_that_cannot_be_asked_fails_no_call_of_the_job() -> None:
+    """Neither a removal nor an open raises when statvfs(2) fails."""
+    undo = SimpleNamespace(active=True, takes_space=True, directory_fd=-1)
+    room = RoomForUnseen(
+        cast("Any", SimpleNamespace(undo=undo)),
+        cast("Any", SimpleNamespace(room=lambda: SimpleNamespace(size_bytes=1 << 30))),
+        cast("Any", SimpleNamespace(any_open=True)),
+    )
+    room.look()
+    assert not room.is_short()
