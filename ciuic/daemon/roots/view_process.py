@@ -108,7 +108,7 @@ class _Teller:
 def main() -> int:
     """Run the process and return its exit status."""
     from ciuic.daemon.base.child_processes import EXPENDABLE_OOM_SCORE_ADJ, JobInput
-    from ciuic.fuse_layer.kernel.negotiation import negotiate
+    from ciuic.fuse_layer.kernel.session import negotiate
     from ciuic.protocol.worker_client import WorkerRefused
     from ciuic.repository import Repository
     from ciuic.system import syscall_profiles
