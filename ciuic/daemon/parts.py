@@ -21,7 +21,6 @@ from ciuic.daemon.base.runtime import RuntimeDirectory
 from ciuic.daemon.base.settings import ActiveSettings, Settings
 from ciuic.daemon.drills import Drills
 from ciuic.daemon.jobs import job_command
-from ciuic.daemon.number_watch import NumberWatch
 from ciuic.daemon.preemption import Preemption
 from ciuic.daemon.roots.sessions import SessionKeeper, SessionStore
 from ciuic.daemon.roots.supervisor import RootSupervisor
@@ -38,6 +37,7 @@ from ciuic.daemon.snapshots.schedule import (
     SnapshotAges,
 )
 from ciuic.daemon.snapshots.space_watch import SpaceForecast, SpaceWatch
+from ciuic.daemon.trainers.loss_watch import NumberWatch
 from ciuic.daemon.trainers.pairing import Pairing
 from ciuic.daemon.trainers.watch import TrainerWatch
 from ciuic.daemon.upkeep import Upkeep

@@ -499,7 +499,13 @@ class Receiver:
                 # Heartbeats do not pile up for a daemon that stands still.
                 if not self._outgoing:
                     self._tell(Beat(len(self._connections)))
-            self._hang_up_on_the_silent(now)
+            # Hang up on those that are silent.
+            for connection in list(self._connections.values()):
+                if connection.deadline <= now and connection.state != "end":
+                    self._drop(connection)
+            if self._accept_again_at and now >= self._accept_again_at:
+                self._accept_again_at = 0.0
+                self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
             self._helpers.look(now)
             if self._helpers.too_many_unclosed:
                 return _EXIT_RETIRED
@@ -687,14 +693,6 @@ class Receiver:
         if connection.sock in self._selector.get_map():
             self._selector.unregister(connection.sock)
         self._helpers.close(connection.number, connection.sock, connection.caller)
-
-    def _hang_up_on_the_silent(self, now: float) -> None:
-        for connection in list(self._connections.values()):
-            if connection.deadline <= now and connection.state != "end":
-                self._drop(connection)
-        if self._accept_again_at and now >= self._accept_again_at:
-            self._accept_again_at = 0.0
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
 
 def limited(caller: Caller) -> Caller:

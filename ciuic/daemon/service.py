@@ -54,7 +54,6 @@ from ciuic.daemon.base.metrics import keep_metrics_file
 from ciuic.daemon.base.process_priority import slice_prefix
 from ciuic.daemon.base.repository_store import LastSnapshot, Store, summary
 from ciuic.daemon.base.runtime import bind_control_socket
-from ciuic.daemon.base.settings import Settings
 from ciuic.daemon.drills import next_drill_ns
 from ciuic.daemon.housekeeping import DaemonHousekeeping, tell_damage
 from ciuic.daemon.parts import DaemonParts
@@ -482,7 +481,12 @@ async def _apply_configuration(parts: DaemonParts) -> _AppliedConfiguration:
     before = parts.settings
     wanted = await trio.to_thread.run_sync(parts.active.read)
     parts.take_over(wanted)
-    report = ReloadReport(config_path=wanted.config_path, at_restart=_at_restart(before, wanted))
+    report = ReloadReport(
+        config_path=wanted.config_path,
+        at_restart=[
+            key for field, key in _AT_RESTART.items() if getattr(before, field) != getattr(wanted, field)
+        ],
+    )
     # A list of its own: `remove` changes the dictionary.
     for path in [path for path in parts.roots.supervisors if parts.settings.root(path) is None]:
         await parts.roots.remove(path)
@@ -520,10 +524,6 @@ async def _await_mounted(applied: _AppliedConfiguration) -> ReloadReport:
             )
         )
     return report
-
-
-def _at_restart(before: Settings, wanted: Settings) -> list[str]:
-    return [key for field, key in _AT_RESTART.items() if getattr(before, field) != getattr(wanted, field)]
 
 
 class Daemon:

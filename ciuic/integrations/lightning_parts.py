@@ -335,11 +335,6 @@ def calling_strategy() -> Any:
     return _calling("checkpoint_io", "is_global_zero")
 
 
-def _calling_trainer() -> Any:
-    """Return the Trainer; None if there is none."""
-    return _calling("fit_loop", "strategy")
-
-
 def _is_outside_run(trainer: Any) -> bool:
     """Return whether the Trainer will not tear its plugins down before it returns to the program.
 
@@ -642,7 +637,7 @@ class SnapshotIOBase:
         self._files.wrote(path)
         if replaced is not None and self._is_own(replaced):
             self._removed.add(replaced.tag)
-        if _is_outside_run(trainer := _calling_trainer()):
+        if _is_outside_run(trainer := _calling("fit_loop", "strategy")):
             # No teardown follows that would write the file.
             self._finish(trainer)
 

@@ -55,7 +55,6 @@ from ciuic.repository.lookup import find, join, normalise
 from ciuic.restore import attributes, execute, plan_restore
 from ciuic.restore.destination import Remover, open_way, rename_new, unlink_if_there
 from ciuic.restore.destination_directories import many_descriptors
-from ciuic.restore.model import Result
 from ciuic.restore.new_files import NonDirectory
 from ciuic.structs import decode_json
 from ciuic.system.disk import NEW_FILE, READ_DIRECTORY, Disk, open_locked, read_regular, read_xattrs
@@ -693,7 +692,12 @@ class LazyRestore:
 
     def _run(self, closing: ExitStack, ready: Callable[[LazyStatus], None]) -> LazyOutcome:
         backing = self._kept(closing, mounts.open_backing(self.destination))
-        self._refuse_overlay(backing)
+        entry = mounts.mount_of(backing)
+        if entry is not None and entry.fs_type == mounts.FS_TYPE:
+            raise UsageError(
+                f"{one_line(self.destination)} lies in a protected root, over which --lazy does not mount",
+                hint="restore without --lazy, or into another directory with -d",
+            )
         below = self._kept(closing, os.open(b"/proc/self/fd/%d" % backing, os.O_RDONLY | os.O_DIRECTORY))
         layout = LazyLayout(below, self.destination)
         closing.callback(layout.close)
@@ -742,14 +746,6 @@ class LazyRestore:
         closing.callback(os.close, fd)
         return fd
 
-    def _refuse_overlay(self, backing: int) -> None:
-        entry = mounts.mount_of(backing)
-        if entry is not None and entry.fs_type == mounts.FS_TYPE:
-            raise UsageError(
-                f"{one_line(self.destination)} lies in a protected root, over which --lazy does not mount",
-                hint="restore without --lazy, or into another directory with -d",
-            )
-
     def _new_record(self) -> LazyRecord:
         foreign = self._repository.foreign_reason() if self._special is None else ""
         special = not foreign if self._special is None else self._special
@@ -776,18 +772,15 @@ class LazyRestore:
             raise CiuicError(
                 f"the tree could not be made: {result.stopped}", hint="run it again when there is room"
             )
-        self._note_failures(record, result, tree)
-        record.phase = LazyPhase.FILLING
-        # Placeholders and their hidden links become durable behind the mount (`MountedRestore`).
-        record.boot = record.used_in = boot_id()
-        layout.write(record, durable=False)
-
-    def _note_failures(self, record: LazyRecord, result: Result, tree: bytes) -> None:
         shift = len(join(tree, self._name))
         for failure in result.failed:
             path = one_line(self.destination + failure.path[shift:])
             record.lost.append(LostFile(path, failure.reason, failure.damaged, failure.attribute))
         record.left_out, record.left_out_because = len(result.left_out), result.left_out_because
+        record.phase = LazyPhase.FILLING
+        # Placeholders and their hidden links become durable behind the mount (`MountedRestore`).
+        record.boot = record.used_in = boot_id()
+        layout.write(record, durable=False)
 
     def _take_up(
         self, layout: LazyLayout, pending: PendingFiles, journals: ChangeJournals, record: LazyRecord

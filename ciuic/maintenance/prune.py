@@ -436,16 +436,17 @@ class _Run:
     def note_given_up(self, report: PruneResult, chosen: Sequence[SnapshotId]) -> None:
         """Add snapshots that are given up for space to the report."""
         report.removed_for_space += chosen
-        report.notes += [self._yielded(id_) for id_ in chosen if id_ in self.held_for_users()]
+        report.notes += [
+            f"{id_} was held for user {self.known[id_].hold_uid}, and yielded to min_free"
+            for id_ in chosen
+            if id_ in self.held_for_users()
+        ]
         decisions = {decision.id: decision for decision in report.plan.kept}
         report.removed_unstored += [decisions[id_] for id_ in chosen if decisions[id_].remotes]
 
     def held_for_users(self) -> frozenset[SnapshotId]:
         """Return the snapshots held for ordinary users: such a hold stands against the rules, and yields to ``min_free``."""
         return frozenset(snapshot.id for snapshot in self.known.values() if snapshot.hold_uid is not None)
-
-    def _yielded(self, id_: SnapshotId) -> str:
-        return f"{id_} was held for user {self.known[id_].hold_uid}, and yielded to min_free"
 
     def choose_for_space(
         self, plan: RetentionPlan, missing_bytes: int

@@ -208,7 +208,7 @@ class HeartbeatPage:
             HeartbeatPage._dumping = None
             # It puts back what was there at first, also over what the program has set since, whose next signal would end it.
             if _handler_of(action) != HeartbeatPage._handler:
-                _set_action(action)
+                _libc.sigaction(STACKS_SIGNAL, action, None)
         if fd >= 0:
             os.close(fd)
 
@@ -227,10 +227,6 @@ def _action() -> bytes:
     action = ctypes.create_string_buffer(_ACTION_BYTES)
     _libc.sigaction(STACKS_SIGNAL, None, action)
     return action.raw
-
-
-def _set_action(action: bytes) -> None:
-    _libc.sigaction(STACKS_SIGNAL, action, None)
 
 
 def _handler_of(action: bytes) -> int:

@@ -85,7 +85,7 @@ class Connection:
         """
         try:
             status, length = self._begin(method, target, body, answer_seconds)
-            return Answer(status, self._take(length) if length is not None else self._chunked())
+            return Answer(status, self._take(length) if length is not None else b"".join(self._chunks()))
         except (OSError, _Incomplete) as error:
             raise self._silent(error) from error
 
@@ -131,9 +131,6 @@ class Connection:
         # capture.
         self._socket.settimeout(answer_seconds)
         return _read_head(self._until(b"\r\n\r\n"))
-
-    def _chunked(self) -> bytes:
-        return b"".join(self._chunks())
 
     def _chunks(self) -> Iterator[bytes]:
         while True:

@@ -259,14 +259,13 @@ class PackTables:
             self.refs.forget(number)
         (known,) = self._db.execute("SELECT COALESCE(SUM(records), 0) FROM remote_packs").fetchone()
         if left_behind > known // 3:
-            self._purge()
-
-    def _purge(self) -> None:
-        """Delete the rows of forgotten packs, which reads the whole table."""
-        with Transaction(self._db):
-            self._index.set_fact(_LEFT_BEHIND_FACT, 0)
-            for table in ("chunks", "bases"):
-                self._db.execute(f"DELETE FROM {table} WHERE pack NOT IN (SELECT number FROM remote_packs)")
+            # Delete the rows of forgotten packs, which reads the whole table.
+            with Transaction(self._db):
+                self._index.set_fact(_LEFT_BEHIND_FACT, 0)
+                for table in ("chunks", "bases"):
+                    self._db.execute(
+                        f"DELETE FROM {table} WHERE pack NOT IN (SELECT number FROM remote_packs)"
+                    )
 
 
 # Packs from which parts of the names are listed side by side.

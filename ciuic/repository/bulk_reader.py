@@ -312,13 +312,10 @@ class IntoMemory:
         for chunk, location in wanted.items():
             stored[chunk] = room[start : start + location.stored_bytes]
             start += location.stored_bytes
-        self._read_places([(location, stored[chunk]) for chunk, location in wanted.items()])
-        return stored
-
-    def _read_places(self, places: list[_Place]) -> None:
-        """Read each position into its buffer; an unreadable one keeps its old bytes, which match no id."""
-        for run in _runs_apart(places):
+        # Read each position into its buffer; an unreadable one keeps its old bytes, which match no id.
+        for run in _runs_apart([(location, stored[chunk]) for chunk, location in wanted.items()]):
             self._read_run(run)
+        return stored
 
     def _read_run(self, run: list[_Place]) -> None:
         try:

@@ -241,7 +241,8 @@ class Walk:
             self._lineage.leave()
             # Not after an error in the directory's list: a name that could not be read would be taken for an extra one.
             if self._plan.delete and frame.whole and not self._pool.stopping:
-                self._delete_extra(frame)
+                # Remove what the snapshot does not have in this directory.
+                self._delete_names(frame.folder, sorted(frame.extra))
             self._outcomes.release(frame.folder)
 
     def is_left_out(self, attempt: Attempt, folder: Folder, entry: Entry, path: bytes) -> bool:
@@ -406,10 +407,6 @@ class Walk:
             raise
         unlink_if_there(parent.fd, aside)
         return folder
-
-    def _delete_extra(self, frame: _Frame) -> None:
-        """Remove what the snapshot does not have in this directory."""
-        self._delete_names(frame.folder, sorted(frame.extra))
 
     def _delete_names(self, folder: Folder, names: Sequence[bytes]) -> None:
         remover = self._dispatcher.make_remover()

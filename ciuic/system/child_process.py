@@ -115,11 +115,6 @@ def interpreter() -> str:
     return sys.executable or "python3"
 
 
-def _shown_command(module: str) -> list[str]:
-    """Return the words by which a process that runs ``module`` is shown in the list of processes."""
-    return [interpreter(), "-m", module]
-
-
 def environment(ours: Mapping[str, str] | None = None, *, of_trainer: bool = False) -> dict[str, str]:
     """Return the environment of an interpreter started with `module_command`, derived from this process's or from ``ours``."""
     found = program_environment(ours)
@@ -266,7 +261,7 @@ def rename_process(module: str, *words: str) -> None:
     # Only here: processes that start others need no ctypes.
     import ctypes
 
-    shown = b"\0".join(map(os.fsencode, [*_shown_command(module), *words]))
+    shown = b"\0".join(map(os.fsencode, [interpreter(), "-m", module, *words]))
     try:
         # Field 2 is the program's name, which may contain blanks and parentheses: count from its last
         # parenthesis.

@@ -229,7 +229,8 @@ class FigureSums:
         masks = [mask for mask in (self._count(before, 0), self._count(after, 1)) if mask is not None]
         if masks:
             finite = masks[0] & masks[-1]
-            self._add_alone(after[~finite & numpy().isfinite(after)])
+            values, exponent = _scaled(_as_floats(after[~finite & numpy().isfinite(after)]))
+            self._mended.add(float(numpy().vdot(values, values).real), 2 * exponent)
             before, after = before[finite], after[finite]
         if not before.size:
             return
@@ -251,10 +252,6 @@ class FigureSums:
         self._new.add(float(np.vdot(after, after).real), 2 * new_exponent)
         self._change.add(float(np.vdot(change, change).real), 2 * (change_exponent + quartered))
         self._dot.add(float(np.vdot(before, after).real), old_exponent + new_exponent)
-
-    def _add_alone(self, after: Array) -> None:
-        values, exponent = _scaled(_as_floats(after))
-        self._mended.add(float(numpy().vdot(values, values).real), 2 * exponent)
 
     def _count(self, values: Array, side: int) -> Array | None:
         """Count NaN and infinities of one side; return which elements are neither, None if all are."""

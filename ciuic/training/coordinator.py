@@ -336,8 +336,11 @@ class SaveCoordinator:
         # Not after a failure, which may have come within a step: the forward pass has changed the batch
         # statistics then, and no optimizer has told of a step.
         may_take = error is None and not failed and close_by is None
-        if self.taker.has_skipped and may_take:
-            self._take_skipped(timeout_seconds)
+        may_take = may_take and self.taker.has_skipped and self.pipeline.is_ours
+        # What is under way occupies the arenas.
+        if may_take and self.pipeline.wait(timeout_seconds):
+            with quietly("the last snapshot that was due could not be taken"):
+                self.taker.take_skipped(is_whole=self.boundaries.whole)
         self.pipeline.close(max(0.0, end - time.monotonic()), failed=failed)
         self.taker.release_name()
         self.taker.close_ranks()
@@ -345,12 +348,6 @@ class SaveCoordinator:
         self.callbacks.close(max(0.0, end - time.monotonic()))
         # After the callbacks, whose thread gives the trackers the last saves.
         self._trackers.close(max(0.0, end - time.monotonic()))
-
-    def _take_skipped(self, timeout_seconds: float) -> None:
-        # What is under way occupies the arenas.
-        if self.pipeline.is_ours and self.pipeline.wait(timeout_seconds):
-            with quietly("the last snapshot that was due could not be taken"):
-                self.taker.take_skipped(is_whole=self.boundaries.whole)
 
     # -- steps and boundaries
 

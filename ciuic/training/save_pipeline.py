@@ -546,7 +546,10 @@ class SavePipeline:
             facts: what callbacks are told of a save that failed before it was staged; None: nothing.
         """
         if isinstance(end, Saved):
-            self._count_saved(end)
+            self.stats.saved += 1
+            self.stats.last_id, self.stats.last_write_seconds = end.id, end.seconds
+            # Waiting for codecs is left out of the estimate: a save in a hurry does not wait for them.
+            self.costs.wrote(end.size_bytes, end.seconds - end.waited_seconds)
         elif isinstance(end, str):
             self.stats.failed += 1
             # The state of this boundary is not saved: the next boundary tries again.
@@ -581,12 +584,6 @@ class SavePipeline:
             )
         if isinstance(end, Saved):
             log.debug("ciuic: saved %s, %d new bytes", end.id, end.new_bytes)
-
-    def _count_saved(self, saved: Saved) -> None:
-        self.stats.saved += 1
-        self.stats.last_id, self.stats.last_write_seconds = saved.id, saved.seconds
-        # Waiting for codecs is left out of the estimate: a save in a hurry does not wait for them.
-        self.costs.wrote(saved.size_bytes, saved.seconds - saved.waited_seconds)
 
     def _count_pair(self, saved: Saved) -> None:
         """Count and log the snapshot of the files that was asked for together with this one."""

@@ -558,7 +558,11 @@ class _Writer:
         """Carry out messages until the last one, or until the trainer is gone."""
         while (message := self._trainer.next()) is not None and not isinstance(message, Finish):
             if isinstance(message, Attach):
-                self._attach(message.arena, self._trainer.fds.popleft())
+                # A state that has grown comes in a larger arena of the same number.
+                before = self._arenas.pop(message.arena, None)
+                if before is not None:
+                    before.close()
+                self._arenas[message.arena] = ReadArena(self._trainer.fds.popleft())
             elif isinstance(message, SaveRequest):
                 self._save(message)
         if message is not None:
@@ -570,13 +574,6 @@ class _Writer:
                     lambda: self._deltas.run(lambda: "soon" if time.monotonic() < end else "now")
                 )
         self._uploads.finish(_UPLOAD_START_SECONDS)
-
-    def _attach(self, number: int, fd: int) -> None:
-        # A state that has grown comes in a larger arena of the same number.
-        before = self._arenas.pop(number, None)
-        if before is not None:
-            before.close()
-        self._arenas[number] = ReadArena(fd)
 
     def _save(self, save: SaveRequest) -> None:
         claim = Claim(self._trainer.fds.popleft()) if save.claim else None

@@ -87,7 +87,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/protocol/last_drill.py": ("record of a drill", "records of drills"),
     "ciuic/daemon/snapshots/space_watch.py": ("history of space",),
     "ciuic/number_files.py": ("lines with numbers", "TensorBoard events"),
-    "ciuic/daemon/number_watch.py": ("numbers that were read",),
+    "ciuic/daemon/trainers/loss_watch.py": ("numbers that were read",),
     "ciuic/protocol/stored_remotely.py": ("record of a remote",),
     "ciuic/daemon/service.py": ("request for a snapshot",),
     "ciuic/cli/commands/web/broker.py": ("order of the page", "question of the page"),

@@ -202,7 +202,12 @@ def verify_command(
     archived = _archived(session)
     if as_json:
         document = {**as_document(result), "sample": share, "not_held": not_held, "archived_packs": archived}
-        out_json({**document, "sets": [_set_document(one, result) for one in of_sets]})
+        out_json(
+            {
+                **document,
+                "sets": [{**sets.document(one), "damaged": _damaged_members(one, result)} for one in of_sets],
+            }
+        )
     else:
         _print_verified(result, everything, share)
         for one in of_sets:
@@ -227,10 +232,6 @@ def _damaged_members(found: SnapshotSet, result: VerifyResult) -> list[str]:
     """Return the members of a set whose snapshots damage touches."""
     touched = {id_ for damage in result.damages for id_ in damage.snapshots}
     return [member for member, snapshot in found.found.items() if snapshot.id in touched]
-
-
-def _set_document(found: SnapshotSet, result: VerifyResult) -> dict[str, Any]:
-    return {**sets.document(found), "damaged": _damaged_members(found, result)}
 
 
 def _print_set(found: SnapshotSet, result: VerifyResult) -> None:

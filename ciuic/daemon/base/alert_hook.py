@@ -262,13 +262,6 @@ def prepare(
     return Prepared(list(settings.command), how)
 
 
-def _remove_left_over(directory: Path) -> None:
-    """Remove files of variables that a killed daemon left."""
-    with suppress(OSError):
-        for path in directory.glob(f"{_PREFIX}*{_SUFFIX}"):
-            path.unlink(missing_ok=True)
-
-
 def _as_service(settings: AlertConfig, variables: Mapping[str, str], directory: Path) -> Prepared:
     program, *words = settings.command
     if "$" in program:
@@ -475,7 +468,10 @@ class AlertHook:
     async def run(self) -> None:
         """Run the command for queued notices, one after the other, until cancelled."""
         if self._service_directory is not None:
-            _remove_left_over(self._service_directory)
+            # Remove files of variables that a killed daemon left.
+            with suppress(OSError):
+                for path in self._service_directory.glob(f"{_PREFIX}*{_SUFFIX}"):
+                    path.unlink(missing_ok=True)
         async for notice in self._receive:
             try:
                 await self._tell(notice)

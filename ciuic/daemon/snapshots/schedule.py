@@ -457,7 +457,11 @@ class SnapshotAges:
             is_readable: the repository could be read; if not, what was known holds.
         """
         with self._lock:
-            self._heed_clock()
+            # A step of the clock: cuts before it have the time of the clock as it was then.
+            difference_ns = self._now_ns() - self._boot_ns()
+            if abs(difference_ns - self._difference_ns) >= _STEP_NS:
+                self._earlier = [*self._earlier, (self._boot_ns(), self._difference_ns)][-_MAX_STEPS:]
+            self._difference_ns = difference_ns
             known = self._records()
             if is_readable:
                 self._listed = {root: self._listed_since(root, one) for root, one in newest.items()}
@@ -524,12 +528,6 @@ class SnapshotAges:
             record = self._runtime.read_ages()
             self._known = dict(record.roots) if record.boot_id == self._boot_id() else {}
         return self._known
-
-    def _heed_clock(self) -> None:
-        difference_ns = self._now_ns() - self._boot_ns()
-        if abs(difference_ns - self._difference_ns) >= _STEP_NS:
-            self._earlier = [*self._earlier, (self._boot_ns(), self._difference_ns)][-_MAX_STEPS:]
-        self._difference_ns = difference_ns
 
     def _cut_boot_ns(self, id_: str, time_ns: int) -> int:
         """Return the time since boot at a cut: as this daemon saw it, else by the clock as it was then.

@@ -159,7 +159,10 @@ class SpareProcess:
         finally:
             if listener is not None:
                 listener.close()
-        self._set_oom_score(self._child.pid)
+        if self._oom_score_adj:
+            # Best effort: the process may have ended, or /proc may be read-only (containers).
+            with suppress(OSError):
+                Path(f"/proc/{self._child.pid}/oom_score_adj").write_text(self._oom_score_adj)
 
     def become(self, arguments: Sequence[str], fds: Sequence[int]) -> ForkedProcess | None:
         """Fork a process with these arguments, in which descriptor ``fds[i]`` has the number FIRST_PASSED_FD + i.
@@ -253,12 +256,6 @@ class SpareProcess:
             log.warning("no_spare_process", service=self.service, error=str(error))
             return
         self._socket = connection
-
-    def _set_oom_score(self, pid: int) -> None:
-        if self._oom_score_adj:
-            # Best effort: the process may have ended, or /proc may be read-only (containers).
-            with suppress(OSError):
-                Path(f"/proc/{pid}/oom_score_adj").write_text(self._oom_score_adj)
 
     def _let_go(self) -> None:
         child, self._child = self._child, None

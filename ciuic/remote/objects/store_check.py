@@ -107,7 +107,12 @@ def _race(
     _expect(clients[0], name, winner, "right after the race")
     # Collectors delete what no log in a listing needs: what was created is listed from then on, to everybody.
     for client in (clients[0], clients[-1]):
-        _expect_listed(client, name)
+        if not any(info.name == name for info in client.list(PROOF_PREFIX)):
+            raise ListingNotKept(
+                f"{client.url} does not list what was created before: its listing of {PROOF_PREFIX} lacks {name}",
+                hint="use a store whose listings are strongly consistent, without a caching proxy before it; "
+                "see docs/remote-format.md, section 1",
+            )
     sleep(pause_seconds)
     _expect(clients[-1], name, winner, f"{pause_seconds:g} s after the race")
     for client, nonce in zip(clients, nonces, strict=True):
@@ -156,15 +161,6 @@ def _expect(client: Objects, name: str, winner: bytes, when: str) -> None:
         raise _not_kept(client, name, f"the object of the winner is gone {when}") from None
     if there != winner:
         raise _not_kept(client, name, f"the object is not the winner's {when}: it was overwritten")
-
-
-def _expect_listed(client: Objects, name: str) -> None:
-    if not any(info.name == name for info in client.list(PROOF_PREFIX)):
-        raise ListingNotKept(
-            f"{client.url} does not list what was created before: its listing of {PROOF_PREFIX} lacks {name}",
-            hint="use a store whose listings are strongly consistent, without a caching proxy before it; "
-            "see docs/remote-format.md, section 1",
-        )
 
 
 def _not_kept(client: Objects, name: str, what: str) -> CreateOnlyNotKept:

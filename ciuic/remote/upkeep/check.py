@@ -405,7 +405,7 @@ def mend_rounds(objects: Objects, sealer: Sealer, new_id: Callable[[], str] = ne
             parts.setdefault(name.round, set()).add(name.part)
     # A round begins only after the one before has ended.
     end = 0
-    while "done" in parts.get(end, ()) and _is_whole_round(parts[end]):
+    while "done" in parts.get(end, ()) and parts[end].issuperset(_PARTS_IN_ORDER):
         end += 1
     planted = [
         round_name(round_, part)
@@ -456,10 +456,6 @@ def _mend_done(objects: Objects, sealer: Sealer, round_: int) -> None:
     """
     if not _is_readable(objects, sealer, round_, "done"):
         objects.delete([round_name(round_, "done")])
-
-
-def _is_whole_round(found: set[RoundPart]) -> bool:
-    return found.issuperset(_PARTS_IN_ORDER)
 
 
 def _round_content(objects: Objects, sealer: Sealer, round_: int, part: RoundPart) -> StoredRound | None:

@@ -531,12 +531,6 @@ def colder(
     return moves
 
 
-def _check_rules(rules: Iterable[TierRule], scheme: str) -> None:
-    """Raise UsageError for a storage class that stores of this scheme do not have."""
-    for rule in rules:
-        find_class(scheme, rule.storage_class)
-
-
 _BATCH_PACKS: Final = 256
 """Packs that one entry of the log names: an entry for each would double the requests, and all in one would keep more from
 collections than moves."""
@@ -609,7 +603,9 @@ class _Mover:
             Damaged: a log, a round, a manifest or a tree cannot be read; nothing was moved.
             RemoteUnreachable: another call goes on.
         """
-        _check_rules(rules, self._classes.scheme)
+        # UsageError for a storage class that stores of this scheme do not have.
+        for rule in rules:
+            find_class(self._classes.scheme, rule.storage_class)
         if dry_run:
             self._log.rounds.refresh()
         else:

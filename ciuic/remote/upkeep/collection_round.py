@@ -799,7 +799,11 @@ class Collector:
         condemned |= self._repack(
             live,
             use,
-            {n: size for n, size in old.items() if n not in condemned and not self._is_cold(n)},
+            {
+                n: size
+                for n, size in old.items()
+                if n not in condemned and self._index.ref(n) not in self._policy.cold
+            },
             condemned,
         )
         refs = sorted(
@@ -835,9 +839,6 @@ class Collector:
             if number is not None and not (is_young or is_spared or pack.ref in moving):
                 old[number] = pack.size_bytes
         return old
-
-    def _is_cold(self, number: int) -> bool:
-        return self._index.ref(number) in self._policy.cold
 
     def _found(self, chunks: set[bytes]) -> set[bytes]:
         return {chunk for chunk in chunks if self._index.find(chunk)}

@@ -177,11 +177,6 @@ def is_standard(name: str) -> bool:
     return name in _STANDARD_NAMES
 
 
-def _can_register(value: object) -> bool:
-    """Return whether `register_type` with the class alone would make a value storable."""
-    return _conversions(type(value)) is not None
-
-
 def _full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
@@ -649,7 +644,7 @@ class Packer:
                 f"{self._path_text(path)} is a {kind.__module__}.{kind.__qualname__} inside of a list or dict: "
                 "give it a name of its own, by save_snapshot(…, NAME=…) or register(NAME=…)"
             )
-        if _can_register(value):
+        if _conversions(type(value)) is not None:
             return Unsaveable(
                 f"{self._path_text(path)} is a {kind.__module__}.{kind.__qualname__}: "
                 f"call ciuic.training.register_type({kind.__qualname__}) before saving and before loading"

@@ -96,7 +96,10 @@ def remotes_from(value: Any) -> tuple[RemoteConfig, ...]:
     if len({one.name for one in remotes}) < len(remotes):
         raise UsageError(f"each remote must be named once, got {', '.join(one.url for one in remotes)}")
     if remotes:
-        _check_packages()
+        # Found and not imported: together they take a tenth of a second, which only the uploader needs to spend.
+        missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+        if missing:
+            raise CiuicError(f"a remote needs {', '.join(missing)}, not installed here", hint=pip_install())
     return remotes
 
 
@@ -170,13 +173,6 @@ def _name_of(url: str, endpoint: str) -> str:
     label = re.sub(r"[^a-z0-9]+", "-", last.lower()).strip("-")[:_MAX_LABEL_CHARACTERS].strip("-")
     digest = hashlib.sha256(f"{where}\n{endpoint}".encode()).hexdigest()[:_DIGEST_DIGITS]
     return f"{label}-{digest}" if label else digest
-
-
-def _check_packages() -> None:
-    # Found and not imported: together they take a tenth of a second, which only the uploader needs to spend.
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise CiuicError(f"a remote needs {', '.join(missing)}, not installed here", hint=pip_install())
 
 
 _SLOT: Final = "training"

@@ -219,19 +219,14 @@ def load_buffers(objects: Mapping[str, Any], ranks: Mapping[str, Any], rank: int
     """Load this rank's own buffers into modules that have rank 0's."""
     for name, buffers in ranks.get(str(rank), {}).get(_BUFFERS, {}).items():
         if name in objects:
-            _put_buffers(objects[name], buffers)
+            for path, buffer in objects[name].named_buffers():
+                if path in buffers:
+                    buffer.copy_(buffers[path])
 
 
 def own_buffers(module: Any) -> dict[str, Any]:
     """Return the buffers of a module by path, on the host."""
     return {path: buffer.detach().cpu() for path, buffer in module.named_buffers() if not is_sharded(buffer)}
-
-
-def _put_buffers(module: Any, buffers: Mapping[str, Any]) -> None:
-    """Copy buffers into a module."""
-    for path, buffer in module.named_buffers():
-        if path in buffers:
-            buffer.copy_(buffers[path])
 
 
 def _weights(objects: Mapping[str, Any]) -> dict[str, tuple[str, tuple[float, ...]]]:

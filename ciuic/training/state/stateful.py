@@ -544,14 +544,10 @@ def unregistered(objects: Mapping[str, Any], *, has_position: bool) -> list[str]
             )
         # Schedulers of torch write the rate they began with into the groups.
         scheduled = any("initial_lr" in group for group in groups)
-        if scheduled and not any(_schedules(value, optimizer) for value in values):
+        if scheduled and not any(getattr(value, "optimizer", None) is optimizer for value in values):
             notes.append("a learning rate scheduler is at work and is not saved: register(scheduler=…)")
     if "torch" in sys.modules and modules and not has_position:
         notes.append(
             "no data loader is registered: a resumed run begins its epoch again; register(loader=…), best a StatefulDataLoader"
         )
     return notes
-
-
-def _schedules(value: object, optimizer: object) -> bool:
-    return getattr(value, "optimizer", None) is optimizer

@@ -267,12 +267,15 @@ class CommitCodecs:
             its_base = base.get(number)
             # One base at most for a block: a difference that has its base needs no half-precision copy.
             other = None if copy is None or (kind == "difference" and its_base) else copy
-            return Codec(kind, file.width, its_base, on_coded=told, twin=self._codec_twin(other, number))
+            return Codec(
+                kind,
+                file.width,
+                its_base,
+                on_coded=told,
+                twin=other and other.of_block(number, self._block_size, self.blocks.get(other.path, {})),
+            )
 
         return of_block
-
-    def _codec_twin(self, copy: HalfPrecisionCopy | None, number: int) -> codec_module.TwinBase | None:
-        return copy and copy.of_block(number, self._block_size, self.blocks.get(copy.path, {}))
 
     def outcomes(self) -> list[tuple[str, _FileOutcome]]:
         """Return the outcomes of the files on which all codecs were tried."""

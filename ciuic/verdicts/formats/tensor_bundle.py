@@ -51,7 +51,7 @@ def read_index(reader: BoundedReader) -> TensorBundle:
         inner = _Cursor(handle)
         for key, value in _entries(_block(reader, inner.number(), inner.number())):
             if not key:
-                shards = _header_shards(value)
+                shards = _fields(value).get(1, 0)
                 continue
             tensors += 1
             if tensors > _MAX_TENSORS:
@@ -144,10 +144,6 @@ def _fields(message: bytes) -> dict[int, int]:
         else:
             raise TornContent("its index is damaged")
     return found
-
-
-def _header_shards(message: bytes) -> int:
-    return _fields(message).get(1, 0)
 
 
 def _place(message: bytes) -> tuple[int, int, int]:

@@ -15,7 +15,7 @@ import trio
 from ciuic.config import WatchNumber
 from ciuic.daemon.base.events import Alerts, EventBus
 from ciuic.daemon.base.settings import Settings
-from ciuic.daemon.number_watch import NumberWatch
+from ciuic.daemon.trainers.loss_watch import NumberWatch
 from ciuic.number_files import (
     MAX_READ_BYTES,
     NumberPlace,
