@@ -24,7 +24,6 @@ from ciuic.cli.shared.options import HOST_PATH, FrameCommand
 from ciuic.cli.shared.output import json_option, out, out_json, out_prose, wrapped
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError, UsageError
-from ciuic.system.disk_space import available_bytes
 from ciuic.units import human_duration, human_size
 
 if TYPE_CHECKING:
@@ -225,6 +224,8 @@ def restore_has_room(repository: Repository, config: Config, inquiry: Inquiry) -
 
 
 def _room(path: Path, place: str, size_bytes: int) -> Iterator[Finding]:
+    from ciuic.system.disk_space import available_bytes
+
     free_bytes = available_bytes(path)
     text = f"{place} has {human_size(size_bytes)} in its newest snapshot, and its disk {human_size(free_bytes)} free"
     if free_bytes < size_bytes:
