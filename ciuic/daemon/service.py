@@ -20,11 +20,9 @@ fitting status, in one place; nothing else leaks but "internal error" (the log h
 The mode and group of the socket admit root and the members of `control.group`, who are administrators (runtime.py). Removing the
 socket file is left to the daemon that created it.
 
-Detection of a restart by systemd.
-
-Over a restart the roots stay mounted and their workers serve on. systemd sends a service SIGTERM for a stop
+Over a restart by systemd the roots stay mounted and their workers serve on. It sends a service SIGTERM for a stop
 and for a restart alike; only the job that it carries out says which (org.freedesktop.systemd1.Job, type
-"restart"). It is asked through systemctl, with a timeout; without an answer the daemon stops and unmounts.
+"restart"). systemd is asked through systemctl (`is_restarting`), with a timeout; without an answer the daemon stops and unmounts.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Client of the Kubernetes API for what Kopf leaves to its operators: applying objects, statuses, events and the Lease of the leader.
+"""The Kubernetes API: watches by Kopf, and what Kopf leaves to its operators: objects, statuses, events and the Lease of the leader.
 
 Guarantees: the token is read for each request, because kubelet replaces it. Only merge patches, whole objects and create are used, each of
 which needs one verb. An event that cannot be written is logged and fails nothing.
 
 References: Kubernetes API concepts; API conventions; coordination.k8s.io/v1 Lease, used as client-go's leaderelection does.
 
-Watches of the API by Kopf, whose events come to the caller's event loop in their order.
-
-Guarantees: each event loop of Kopf has a thread of its own, because Kopf ends every task of the loop that it runs in, takes the process's signals,
+Events of the watches come to the caller's event loop in their order. Guarantees: each event loop of Kopf has a thread of its own, because Kopf ends every task of the loop that it runs in, takes the process's signals,
 and watches one set of namespaces only. Its handlers are those of raw events, which write nothing into objects; it looks at nothing else,
 so that list and watch of these resources are the only rights that it needs. A watch that breaks is begun anew, with all objects.
 """

@@ -421,14 +421,12 @@ def read_state_file(place: Path, name: str, file_name: str, limit_bytes: int) ->
     # DynamicUser=. What lies in it belongs to the process that uploads, which could plant any.
     state = os.open(place, os.O_PATH | os.O_DIRECTORY)
     try:
-        flags = PIN_DIRECTORY
-        directory = os.open(name, flags, dir_fd=state)
+        directory = os.open(name, PIN_DIRECTORY, dir_fd=state)
     finally:
         os.close(state)
     try:
         # O_NONBLOCK: the open of a pipe without a writer would wait for one (fifo(7)).
-        flags = READ_FILE
-        with open(os.open(file_name, flags, dir_fd=directory), "rb") as file:
+        with open(os.open(file_name, READ_FILE, dir_fd=directory), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise StoredRecordDamaged("it is not a regular file")
             return file.read(limit_bytes)

@@ -1,11 +1,10 @@
-"""Cache of this host's snapshots on a remote: facts for retention, sizes of manifests, and logs of other hosts.
+"""What this host knows of a remote: facts for retention, sizes of manifests, logs of other hosts, and the packs there.
 
 Records of `ciuic.repository.record_files` in a directory of the uploader's own: what the cache lacks is read from the manifests. It may be
 old; what was uploaded or given up by another process shows when that has noted it.
 
-Packs that a remote had when this host last used it, for those that look at it without the index of the process that uploads.
-
-The file is ``packs`` in the directory of that process for the remote: the line ``rounds N`` (the last round whose deletions are
+The packs that the remote had when this host last used it are for those that look at it without the index of the process that uploads.
+Their file is ``packs`` in the directory of that process for the remote: the line ``rounds N`` (the last round whose deletions are
 in it; -1 for none), then a line with size and reference for each pack. What a power cut or an interrupted write tore is no line
 (the reference has a length), and is left out: a pack that is missing here is one that nobody misses.
 """

@@ -3,9 +3,7 @@
 When SQLite cannot write (a full disk), new rows are kept in memory and dropped packs are remembered as
 dropped; the next writer sees from the sizes of the packs what is missing, and adds it.
 
-Recovery when a writer opens: index what the packs hold beyond the index, and cut off torn tails.
-
-Bytes are cut off only if no index ever vouched for them and they form no segment. Where the index is lost
+When a writer opens, what the packs hold beyond the index is indexed, and torn tails are cut off (`reconcile`). Bytes are cut off only if no index ever vouched for them and they form no segment. Where the index is lost
 nothing is cut at all: such a pack is just not appended to again, because what looks torn could be damage to
 something committed. A pack newer than all those an intact index knows was begun by a writer that died: what
 is torn there was never committed, because a commit syncs whole segments first.

@@ -161,8 +161,7 @@ def answer_order(order: ImportOrder) -> ImportAnswer:
     """Import in this very process, within limits that stay in force."""
     path = Path(order.path)
     try:
-        size_bytes = _limit(path)
-        return ImportAnswer(_import(path, size_bytes, order))
+        return ImportAnswer(_import(path, order))
     except CiuicError as error:
         return ImportAnswer(exit_code=error.exit_code, message=error.message, hint=error.hint)
     except MemoryError:
@@ -180,6 +179,7 @@ def answer_order(order: ImportOrder) -> ImportAnswer:
 
 def _limit(path: Path) -> int:
     """Limit this process by the size of what it is to read; return that size."""
+    # Imports torch, which is a package that may be missing.
     from ciuic.training.convert.foreign_files import ForeignDirectory
 
     if path.is_dir():
@@ -199,9 +199,9 @@ def _limit(path: Path) -> int:
     return size_bytes
 
 
-def _import(path: Path, size_bytes: int, order: ImportOrder) -> Imported:
+def _import(path: Path, order: ImportOrder) -> Imported:
     try:
-        found = _read(path, size_bytes)
+        found = _read(path, _limit(path))
     except ModuleNotFoundError as error:
         raise missing_package(str(error.name), f"importing {path}") from None
     if not found.objects:
@@ -244,7 +244,6 @@ class _Given:
 
 
 def _read(path: Path, size_bytes: int) -> ForeignState:
-    # Imports torch, which is a package that may be missing.
     from ciuic.training.convert import foreign_files
     from ciuic.training.convert.foreign_files import ForeignDirectory, open_foreign
 

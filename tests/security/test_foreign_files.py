@@ -189,6 +189,18 @@ def test_the_end_of_a_reader_is_told_by_the_name_of_its_file(
             import_state(tmp_path / "forever.pt", tmp_path / "snapshots")
 
 
+def test_a_package_that_the_reader_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that is missing only for the process that reads, such as one that torch needs, is no malformed file."""
+    path = tmp_path / "x.pt"
+    path.write_bytes(b"x")
+    monkeypatch.delitem(sys.modules, "ciuic.training.convert.foreign_files")
+    monkeypatch.delattr("ciuic.training.convert.foreign_files")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    order = state_import.ImportOrder(str(path), str(tmp_path / "snapshots"), "training", ())
+    answer = state_import.answer_order(order)
+    assert (answer.exit_code, "package torch" in answer.message) == (UsageError.exit_code, True), answer
+
+
 @pytest.mark.parametrize("name", ["../weights", "\ud800"])
 def test_an_index_with_an_impossible_name_is_refused_by_directory_and_name(tmp_path: Path, name: str) -> None:
     """A name that leads elsewhere, or that no file can have, is told with the directory that has it."""

@@ -3,52 +3,37 @@
 Guarantees: nothing is changed; one check that fails itself is a finding and does not stop the others; exit code 0 unless
 there is a problem (1).
 
-Checks of `ciuic doctor --recovery`: the checklist of docs/restore.md, line by line, on what is known here.
-
-Guarantees: nothing is changed. Stores are asked for their key slots, and whether they still are what this host left; everything else
-is read from the repository and the records of this host. A line that cannot be looked at is a warning and stops no other.
+With ``--recovery`` it is the checklist of docs/restore.md, line by line, on what is known here: stores are asked for their key slots,
+and whether they still are what this host left; everything else is read from the repository and the records of this host. A line that
+cannot be looked at is a warning.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import click
 
-from ciuic.cli.inquiry import Finding, Inquiry, ok, problem, warning
+from ciuic.cli.inquiry import Finding, Inquiry, NoAnswer, not_looked_at, ok, problem, warning
 from ciuic.cli.shared.messages import plural, shown_text
 from ciuic.cli.shared.options import HOST_PATH, FrameCommand
 from ciuic.cli.shared.output import json_option, out, out_json, out_prose, wrapped
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError, UsageError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ciuic.cli.inquiry import Inquiry
-    from ciuic.cli.shared.systemd import Systemd
-    from ciuic.config import Config
-    from ciuic.protocol.control_types import StatusDocument
-    from ciuic.system.mountinfo import Mount
-
-
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
-
-from ciuic.cli.inquiry import Inquiry, NoAnswer, not_looked_at
-from ciuic.system.disk_space import available_bytes
 from ciuic.units import human_duration, human_size
 
 if TYPE_CHECKING:
+    from ciuic.cli.shared.systemd import Systemd
     from ciuic.config import Config, RemoteConfig
+    from ciuic.protocol.control_types import StatusDocument
     from ciuic.protocol.last_drill import LastDrill
     from ciuic.repository import Repository
     from ciuic.retention import RetentionPolicy
-
+    from ciuic.system.mountinfo import Mount
 
 _NS: Final = 10**9
 _DAY_SECONDS: Final = 86_400
@@ -239,6 +224,8 @@ def restore_has_room(repository: Repository, config: Config, inquiry: Inquiry) -
 
 
 def _room(path: Path, place: str, size_bytes: int) -> Iterator[Finding]:
+    from ciuic.system.disk_space import available_bytes
+
     free_bytes = available_bytes(path)
     text = f"{place} has {human_size(size_bytes)} in its newest snapshot, and its disk {human_size(free_bytes)} free"
     if free_bytes < size_bytes:

@@ -4,11 +4,9 @@ Guarantees: files are restored into a scratch directory, compared with the snaps
 yields to processes that wait for the disk (ciuic.system.io_throttle). The outcome is noted beside the repository's own files for the
 status and the metrics, also where the drill fails. Exit 4 exactly when something did not come back as the snapshot has it.
 
-A command in a directory, without a network where that is possible, with limits of time and memory.
-
-Guarantees: no process of the command's group is left on return, however it ended. Of all processes it is the first to end where
-memory runs out. Run by root it has the given user's rights and no capabilities, and can gain none. What it prints goes to standard
-error, because the caller's standard output is for results.
+The command of ``--run`` has no network where that is possible, and limits of time and memory. Guarantees: no process of its group is
+left on return, however it ended. Of all processes it is the first to end where memory runs out. Run by root it has the given user's
+rights and no capabilities, and can gain none. What it prints goes to standard error, because standard output is for results.
 
 References:
     unshare(1), setpriv(1), network_namespaces(7), capabilities(7), proc_pid_oom_score_adj(5), setrlimit(2)
@@ -16,12 +14,17 @@ References:
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import resource
+import signal
+import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
@@ -32,22 +35,12 @@ from ciuic.cli.shared.options import ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError, Damaged, NotFound, UsageError
+from ciuic.system.child_process import as_user, find_program, leave_keyring
 from ciuic.units import human_duration
 
 if TYPE_CHECKING:
     from ciuic.protocol.last_drill import LastDrill
     from ciuic.types import Snapshot
-
-
-import ctypes
-import resource
-import signal
-import subprocess
-from collections.abc import Mapping
-from contextlib import suppress
-from typing import Final, NamedTuple
-
-from ciuic.system.child_process import as_user, find_program, leave_keyring
 
 # The loopback device of a new network namespace is down. $1 is ip(8), the others are the command.
 _SCRIPT: Final = '"$1" link set lo up 2>/dev/null; shift; exec "$@"'

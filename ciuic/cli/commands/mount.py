@@ -1,9 +1,8 @@
 """``ciuic mount``, ``shell`` and ``bisect``: snapshots as a read-only directory, or in place of the directories that they were taken of.
 
-`Bisection`: which of a row of snapshots is the first bad one, with as few trials as there can be.
-
-A trial says good, bad, or that the snapshot cannot be tried. All before the first bad one are taken to be good, and all from it on to be
-bad. Where none is skipped, ``n`` snapshots take at most ``ceil(log2(n))`` trials.
+``bisect`` finds the first bad one of a row of snapshots with as few trials as there can be (`Bisection`). A trial says good, bad, or that
+the snapshot cannot be tried. All before the first bad one are taken to be good, and all from it on to be bad. Where none is skipped, ``n``
+snapshots take at most ``ceil(log2(n))`` trials.
 
 References:
     git-bisect(1), whose words and exit codes these are
@@ -16,7 +15,7 @@ import pwd
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 import click
 
@@ -31,9 +30,6 @@ from ciuic.system.interrupts import SIGNALS
 
 if TYPE_CHECKING:
     from ciuic.types import Snapshot
-
-
-from typing import Generic, Literal, TypeVar
 
 Trial = Literal["good", "bad", "skip"]
 T = TypeVar("T")

@@ -7,13 +7,11 @@ keeps no command from running.
 
 Leaves the saving of a training's state to its SnapshotManager: what is done here is for the files of protected directories.
 
-A command that gets the signals that are meant for it, each once, from whoever got them in its place.
-
 A scheduler sends a signal to a job's first process alone, or to all its processes, and a process that receives one is not told
-which. A sentinel stands beside the command, a child that tells which signals reached it: what it got too, the
+which (`RelayedCommand`). A sentinel stands beside the command, a child that tells which signals reached it: what it got too, the
 command has already, and a second SIGTERM would interrupt the end of a program that ends in order (torchrun).
 
-Guarantees: a signal that reached this process alone is passed on to the command; where the command neither catches, blocks nor
+A signal that reached this process alone is passed on to the command; where the command neither catches, blocks nor
 ignores SIGUSR1 or SIGUSR2, whose default is to kill, it gets SIGTERM in their place. A command that is stopped is continued.
 The exit code is that of a shell: 128 and the signal where one ended the command.
 """

@@ -5,20 +5,24 @@ exit code 8 says that it lacks roots; with ``--wait=remote`` once every configur
 Interrupting the wait interrupts nothing else: the capture goes on in the daemon.
 
 A remote counts as done only when the record of the process that uploads names the snapshot as stored, which is written after the
-remote's commit. Interrupting the wait interrupts nothing else.
+remote's commit.
 
-``ciuic snapshot --set``: this host's part in a set of snapshots of one instant, and the start of the others' over ssh.
+With ``--set`` it is this host's part in a set of snapshots of one instant, and the start of the others' over ssh.
 """
 
 from __future__ import annotations
 
+import os
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
-from ciuic.cli.shared.messages import complain, plural, shown_text, warn
+from ciuic.cli.shared.messages import complain, plural, shown, shown_text, warn
 from ciuic.cli.shared.options import FrameCommand, Tag, Text
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import Session, current
@@ -27,29 +31,15 @@ from ciuic.errors import CiuicError, NotFound, Partial, UsageError, error_of
 from ciuic.units import human_duration
 
 if TYPE_CHECKING:
-    from ciuic.cli.shared.progress import Reporter
-    from ciuic.protocol.control_types import SnapshotState
-    from ciuic.remote.sets import SetRequest
-    from ciuic.remote.upload_status import UploadStatus
-    from ciuic.types import SetMember
-
-
-import os
-import shlex
-from contextlib import suppress
-from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
-
-from ciuic.cli.shared.messages import shown
-
-if TYPE_CHECKING:
     import subprocess
     from typing import IO
 
+    from ciuic.cli.shared.progress import Reporter
     from ciuic.protocol.control import ControlClient
     from ciuic.protocol.control_types import SnapshotRequest, SnapshotState
     from ciuic.remote.access import Remote
     from ciuic.remote.sets import SetRequest
+    from ciuic.remote.upload_status import UploadStatus
     from ciuic.types import SetMember
 
 

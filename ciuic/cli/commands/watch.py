@@ -7,7 +7,7 @@ that process and no later one with its number.
 We are the parent of a command, because a parent is told how it ended, on every kernel. It is in our process group, so that a terminal's ^C and ^Z
 reach it as ever; what is sent to us alone is passed on. Should we be killed, the daemon watches the command all the same.
 
-Ranks of a command that hang: found by their heartbeat pages, shown, and ended so that the launcher starts them again.
+Ranks of a command that hang are found by their heartbeat pages, shown, and ended so that the launcher starts them again (`HungRanks`).
 
 A rank is a process below the watched command that has made a SnapshotManager, and so a heartbeat page
 (`ciuic.protocol.heartbeat_page`), which is opened by its link in /proc/PID/fd. It hangs when it has made steps and then

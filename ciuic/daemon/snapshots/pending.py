@@ -32,9 +32,10 @@ the first that holds of COMMITTED, FAILED, EMPTY, DOUBTFUL, CAPTURING, QUEUED.
 | all but the ends  | `fail`               | Capturing: EMPTY, no attempt is left, a defect,   | FAILED          |
 |                   |                      | or the daemon ends                                |                 |
 
-The queue has their order, the journal, and the ids on file in the repository. Each pending epoch costs its root
-a copy of what the job overwrites, and more than a few would slow the job, so the queue has few places. Ordinary users have a part of them, and one user a part of that: whatever they
-ask for, administrators and the schedule find a place, and so does the next user.
+The queue (`SnapshotQueue`) has their order and the journal, and `Promises` the ids on file in the repository. Each
+pending epoch costs its root a copy of what the job overwrites, and more than a few would slow the job, so the
+queue has few places. Ordinary users have a part of them, and one user a part of that: whatever they ask for,
+administrators and the schedule find a place, and so does the next user.
 
 Guarantees: the journal in the runtime directory names every snapshot of the queue, or an alert says that it
 cannot be written; finished snapshots are remembered for a while, for callers that ask by id. An id that a

@@ -1,4 +1,4 @@
-"""Losses of one training: no number any more, or a spike.
+"""Losses of one training, and numbers that trainings write into files: no number any more, or a spike.
 
 A value is a spike if it exceeds ``median + 10 * max(1.4826 * MAD, 0.7413 * IQR, 0.01 * |median|)``, with median, median absolute
 deviation (MAD) and interquartile range (IQR) of the last 100 finite values before it, of which there must be 30. 1.4826 * MAD and 0.7413 * IQR are
@@ -8,10 +8,9 @@ no spike any more when half of the 100 values are of it.
 
 References: P. J. Rousseeuw and C. Croux, "Alternatives to the Median Absolute Deviation", JASA 88 (1993).
 
-Numbers that trainings write into files (`[[watch_number]]`): read by a process of its own, and watched as reported losses are.
-
-Guarantees: nothing waits for it; what the process prints is decoded as if a stranger had written it. A file that is absent or of another format
-is no alert: it may come. What is a trouble is decided as of reported losses (`LossWatch`).
+Files (`[[watch_number]]`) are read by a process of its own (`NumberWatch`), and their numbers watched as reported losses are. Guarantees:
+nothing waits for it; what the process prints is decoded as if a stranger had written it. A file that is absent or of another format is no
+alert: it may come.
 """
 
 from __future__ import annotations

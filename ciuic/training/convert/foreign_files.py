@@ -1,8 +1,6 @@
 """Files of torch and safetensors and folders of Hugging Face that another program wrote, read without executing anything.
 
-Opener of files that another program has written, and that somebody else may still change.
-
-Guarantees: what is opened is a regular file of the directory itself. No link in it is followed, so that content from elsewhere (a file that
+Somebody else may still change them. Guarantees: what is opened is a regular file of the directory itself. No link in it is followed, so that content from elsewhere (a file that
 only root may read) does not get into a snapshot; those that lead to it are followed by the rule of a restore's destination
 (`ciuic.restore.destination`), also while they are exchanged. A pipe is not waited for and a device not opened. What was changed or
 exchanged while it was read is refused. Refusals name the file.

@@ -1,11 +1,9 @@
-"""Options of `SnapshotManager` that name remotes, as the configuration of remotes has them.
+"""Options of `SnapshotManager` that name remotes, as the configuration of remotes has them, and the repository made for them.
 
 Guarantees: a mistake raises one sentence that names it, and nothing has been contacted. The name of a remote
 follows from its URL and endpoint: what was recorded of one place is never taken for another.
 
-Creation of a repository for a remote, and of the remote itself where there is none yet.
-
-A repository that is made here names chunks as the remote does, so that all hosts of the remote store equal
+The remote itself is made as well where there is none yet (`naming_of`). A repository that is made here names chunks as the remote does, so that all hosts of the remote store equal
 content once. One that exists already keeps its own names, and has a space of its own in the remote.
 
 Guarantees: an existing repository is opened without contacting anything. A remote is made only where

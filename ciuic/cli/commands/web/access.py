@@ -12,9 +12,7 @@ Guarantees:
 
 References: RFC 6265bis (cookies), Fetch Metadata (W3C), OWASP Cross-Site Request Forgery Prevention.
 
-Grants: tokens of the broker for what the kernel says of the callers of the page's Unix socket.
-
-The broker accepts their connections, reads their credentials and nothing else, and hands each one to the process that faces browsers with
+Grants are tokens of the broker for what the kernel says of the callers of the Unix socket. It accepts their connections, reads their credentials and nothing else, and hands each one to the process that faces browsers with
 its caller's grant. Sessions keep the grant of who asked for their link. An order carries a grant, by which the broker, and not the process
 that faces browsers, decides about it.
 

@@ -73,7 +73,7 @@ def test_room_for_a_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     config = Config(roots=(RootConfig(made.root),))
     with Repository.open(made.path) as repository:
         assert levels(checks.restore_has_room(repository, config, Inquiry())) == ["ok"]
-        monkeypatch.setattr(checks, "available_bytes", lambda path: 4999)
+        monkeypatch.setattr("ciuic.system.disk_space.available_bytes", lambda path: 4999)
         (finding,) = checks.restore_has_room(repository, config, Inquiry())
     assert finding.level == "warning"
     assert "4.88 KiB in its newest snapshot" in finding.message
