@@ -338,21 +338,29 @@ def test_texts_of_a_forged_snapshot_are_shown_on_their_line(bucket: Bucket) -> N
     assert len(lines) == 3
 
 
-@pytest.mark.parametrize("field", ["roots", "tags", "left_out", "incomplete"])
+@pytest.mark.parametrize("field", ["roots", "tags", "left_out", "incomplete", "set_member", "pair", "xattrs"])
 def test_a_snapshot_of_any_number_of_items_is_refused_as_it_is_read(bucket: Bucket, field: str) -> None:
     """Small items by the million, which would take many times their bytes, make one snapshot unreadable and no other one."""
     forger = _Forger(bucket)
-    item: Any = {
-        "roots": {"path": b"/a", "entry": [b"", 0o40755]},
-        "tags": "",
-        "left_out": {"path": b"/a"},
-        "incomplete": b"",
-    }[field]
+    many = 40_000
+    attributes = [0o40755, *[0] * 10, b"", 0, b"", [[b"user.a", b""]] * many]
+    fields: dict[str, Any] = {
+        "roots": {"roots": [{"path": b"/a", "entry": [b"", 0o40755]}] * many},
+        "tags": {"tags": [""] * many},
+        "left_out": {"left_out": [{"path": b"/a"}] * many},
+        "incomplete": {"incomplete": [b""] * many},
+        "set_member": {
+            "set_member": {"id": "1" * 32, "name": "night", "member": "a", "members": ["a"] * many}
+        },
+        "pair": {"pair": {"of": "filesystem", "roots": [""] * many}},
+        "xattrs": {"roots": [{"path": b"/a", "entry": [b"", *attributes]}]},
+    }
     name = manifest_name(job="files", epoch=None, step=None, host="evil")
-    forger.snapshot(name, **{"id": "cs-" + "e" * 32, field: [item] * 10_001})
+    forger.snapshot(name, id="cs-" + "e" * 32, **fields[field])
     done = bucket.other.run("list", "--all-hosts", "--machine-readable")
     assert len(done.stdout.splitlines()) == 2
-    assert b"10000" in done.stderr
+    # Of the decoder, before the items are made.
+    assert b"Expected `array` of length <= " in done.stderr
 
 
 def test_missing_manifests_cost_one_look_at_the_logs(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
