@@ -17,6 +17,7 @@ import xxhash
 from support.cli_repository import Host
 from support.remote_host import reading
 
+from ciuic.cli.commands.web.reading import Catalogue
 from ciuic.remote.access import open_remote
 from ciuic.remote.documents import (
     LiveManifest,
@@ -311,6 +312,15 @@ def test_no_forged_name_hides_a_snapshot(bucket: Bucket) -> None:
         bucket.other.json("--repo", f"file://{bucket.top}", "show", one)["roots"][0]["path"] for one in listed
     }
     assert str(bucket.victim.top / "root") in roots
+
+
+def test_snapshots_of_one_id_are_searched_on_the_page(bucket: Bucket) -> None:
+    """Who stores a snapshot with the id of another host's does not end the searches of `ciuic web --repo URL`."""
+    with reading(_Forger(bucket).remote, bucket.top.parent / "cache") as opened:
+        names = set(opened.snapshots.ids())
+        assert all("~" in name for name in names)
+        found = Catalogue().loaded(opened.repository_of(opened.snapshots.ids()))
+    assert {snapshot.id for snapshot in found} == names
 
 
 def test_texts_of_a_forged_snapshot_are_shown_on_their_line(bucket: Bucket) -> None:
