@@ -25,14 +25,16 @@ from ciuic.remote.documents import (
     LogEntry,
     LogHello,
     LogState,
+    StoredRound,
     decode_log_entry,
     decode_manifest,
     encode_log_entry,
     encode_manifest,
+    encode_round,
     object_digest,
 )
 from ciuic.remote.log_reader import LogReader
-from ciuic.remote.object_names import log_entry_name, manifest_name, new_hex_id, parse_manifest
+from ciuic.remote.object_names import log_entry_name, manifest_name, new_hex_id, parse_manifest, round_name
 from ciuic.remote.objects.opening import open_objects
 from ciuic.remote.sealing.key_slots import read_key_file
 from ciuic.repository.snapshot_format import decode_any_snapshot
@@ -283,6 +285,12 @@ class _Forger:
             )
         )
 
+    def round(self, number: int) -> Path:
+        """Begin a round of a collection that never was; return its file."""
+        data = encode_round(self.remote.sealer, number, "begun", StoredRound(nonce=self._nonce))
+        self.remote.objects.put(round_name(number, "begun"), [data])
+        return Path(self.remote.objects.url.removeprefix("file://")) / round_name(number, "begun")
+
     def missing(self, count: int) -> None:
         """Commit snapshots of which there are no manifests."""
         live = tuple(
@@ -295,6 +303,21 @@ class _Forger:
             for number in range(count)
         )
         self._add(LogState(nonce=self._nonce, live=live, removed=()))
+
+
+@pytest.mark.parametrize("number", [1, pytest.param(9_999_999_999, marks=pytest.mark.full)])
+def test_a_round_made_up_with_a_key_is_said_how_to_be_deleted(bucket: Bucket, number: int) -> None:
+    """Rounds before it seem to be lost, and nobody goes on: what to delete in the store is said, and mends it."""
+    made_up = _Forger(bucket).round(number)
+    for words in (("remote", "upload", "--once"), ("check", "--remote", "--repair")):
+        said = bucket.victim.fails(*words, code=4)
+        assert "made up the later objects below gc/" in said
+        assert "delete these objects in the store" in said
+    assert bucket.stored <= bucket.content()
+    made_up.unlink()
+    # As the next error says: this host has taken the word of that round for it that those before it had ended.
+    shutil.rmtree(bucket.victim.env["XDG_CACHE_HOME"], ignore_errors=True)
+    bucket.assert_whole()
 
 
 def test_no_forged_name_hides_a_snapshot(bucket: Bucket) -> None:
