@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import stat
 from collections.abc import Collection
-from typing import Annotated, Literal, NewType, Protocol
+from typing import Annotated, Final, Literal, NewType, Protocol
 
 import msgspec
 
@@ -135,6 +135,11 @@ _Uint63 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 # A decoder refuses more than 64 bits by itself.
 _Uint64 = Annotated[int, msgspec.Meta(ge=0)]
 _TimeNs = Annotated[int, msgspec.Meta(gt=-(1 << 63), le=(1 << 63) - 1)]
+MAX_ITEMS: Final = 10_000
+"""Limit of the items in each list of a snapshot: decoded, an item takes many times its bytes in the file."""
+_Items = msgspec.Meta(max_length=MAX_ITEMS)
+# More than listxattr returns names in its 64 KiB, an end after each.
+_Xattrs = msgspec.Meta(max_length=1 << 15)
 # Block maps have heights from 0 to 6.
 _Height = Annotated[int, msgspec.Meta(ge=0, lt=7)]
 
@@ -165,7 +170,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     content: bytes = b""
     map_height: _Height = 0
     target: bytes = b""
-    xattrs: tuple[tuple[bytes, bytes], ...] = ()
+    xattrs: Annotated[tuple[tuple[bytes, bytes], ...], _Xattrs] = ()
     total_files: _Uint63 = 0
     """Directories: number of non-directories below. Hard-linked files count in the link table instead."""
     total_bytes: _Uint63 = 0
@@ -255,7 +260,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Absolute path of the repository with the paired snapshot, on the host where it was made."""
     time_ns: int = 0
     """Time of the paired snapshot; 0 if there is none."""
-    roots: tuple[str, ...] = ()
+    roots: Annotated[tuple[str, ...], _Items] = ()
     """Roots in the paired snapshot, if it is one of files."""
     problem: str = ""
 
@@ -273,7 +278,7 @@ class SetMember(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the set for people; several sets may have the same."""
     member: str
     """The member that this snapshot is: a host, or a name that is unique among ``members``."""
-    members: tuple[str, ...]
+    members: Annotated[tuple[str, ...], _Items]
     """All members of the set, in order, each once."""
 
 

@@ -155,6 +155,11 @@ def missing_object_error(
 # A round may begin between a listing and the question for the next one.
 _ATTEMPTS: Final = 3
 _ROUND_MISSING: Final = "other objects say that it must be there, but it is missing"
+_ROUND_MISSING_HINT: Final = (
+    "deleted from a bucket with versions, it is stored again by ciuic check --remote --behind-deletions --repair; if somebody "
+    "with the key of a host made up the later objects below gc/: withdraw that key, see that no collection runs, and delete "
+    "these objects in the store"
+)
 
 
 class Rounds:
@@ -238,7 +243,7 @@ class Rounds:
         try:
             read_round(self._objects, self._sealer, last, "done")
         except NoSuchObject as error:
-            raise DamagedRemote(error.name, _ROUND_MISSING) from None
+            raise DamagedRemote(error.name, _ROUND_MISSING, hint=_ROUND_MISSING_HINT) from None
         except DamagedRemote:
             try:
                 read_round(self._objects, self._sealer, last, "final")
@@ -294,7 +299,7 @@ class Rounds:
             try:
                 content = read_round(self._objects, self._sealer, round_, part)
             except NoSuchObject as error:
-                raise DamagedRemote(error.name, _ROUND_MISSING) from None
+                raise DamagedRemote(error.name, _ROUND_MISSING, hint=_ROUND_MISSING_HINT) from None
             except DamagedRemote as error:
                 if not ended:
                     raise

@@ -180,6 +180,7 @@ class SetMeeting:
         self._sleep = sleep
         self._nonce = new_hex_id()
         self._waits_until = 0.0
+        self._searches_until = 0.0
         self._attempt = 1
         self._plan: StoredSetPlan | None = None
         self._here: dict[str, str] = {}
@@ -199,6 +200,8 @@ class SetMeeting:
         """
         flushed = daemon.flush()
         self._waits_until = self._clock() + self._request.wait_seconds
+        # Attempts that are decided take no member's time, and a member that forges them may make thousands.
+        self._searches_until = self._clock() + max(self._request.wait_seconds, _MEET_AGAIN_SECONDS)
         missing: Sequence[str] = ()
         for _ in range(_MAX_HELD_ATTEMPTS):
             plan, counts = self._meet()
@@ -256,6 +259,11 @@ class SetMeeting:
         request, hidden = self._request, self._sealer.hide(f"set {self._request.name}")
         had_turn = False
         while self._attempt <= MAX_ATTEMPT:
+            if self._clock() > max(self._searches_until, self._waits_until):
+                raise SetNotCut(
+                    f"the set {request.name!r} was not cut, and no host is held: {self._attempt - 1} attempts were given up",
+                    hint="choose another name",
+                )
             name = set_plan_name(hidden, self._attempt)
             plan = self._read(name, StoredSetPlan)
             if plan is None and not had_turn:

@@ -14,7 +14,7 @@ from ciuic.repository.config import MAX_FILE_BYTES
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
 from ciuic.repository.tree_format import attributes_problem
 from ciuic.structs import decode_msgpack
-from ciuic.types import CHUNK_ID_BYTES, LeftOut, Pair, RootRecord, SetMember, Snapshot, SnapshotId
+from ciuic.types import CHUNK_ID_BYTES, MAX_ITEMS, LeftOut, Pair, RootRecord, SetMember, Snapshot, SnapshotId
 from ciuic.units import plural
 
 VERSION = 1
@@ -24,8 +24,6 @@ _SNAPSHOT_MAGIC = b"CIUICSNP"
 _MARKS_MAGIC = b"CIUICMRK"
 
 
-MAX_ITEMS = 10_000
-"""Limit of the roots and of the tags of a snapshot: decoded, an item takes many times its bytes in the file."""
 _Items = msgspec.Meta(max_length=MAX_ITEMS)
 
 
@@ -64,7 +62,6 @@ class StoredMarks(msgspec.Struct, frozen=True, kw_only=True):
     """Message now; not in the file: as in the snapshot file."""
 
 
-MAX_SET_MEMBERS = 10_000
 _MAX_SET_LABEL = 255
 _SET_ID = re.compile(r"[0-9a-f]{32}")
 _T = TypeVar("_T", StoredSnapshot, StoredMarks)
@@ -143,7 +140,8 @@ def _problem(stored: StoredSnapshot) -> str:
     counts = (stored.size_bytes, stored.files, stored.time_ns, stored.placed_ns)
     if any(not 0 <= count < 1 << 63 for count in counts) or abs(stored.new_bytes) >= 1 << 63:
         return "it has an impossible size, number of files or time"
-    if max(map(len, (stored.roots, stored.tags, stored.left_out, stored.incomplete))) > MAX_ITEMS:
+    pair_roots = stored.pair.roots if stored.pair is not None else ()
+    if max(map(len, (stored.roots, stored.tags, stored.left_out, stored.incomplete, pair_roots))) > MAX_ITEMS:
         return f"it has more than {MAX_ITEMS} roots or tags"
     for path in [root.path for root in stored.roots] + [root.path for root in stored.left_out]:
         # A restore in place writes to this path, so it must be where it seems to be.
@@ -171,7 +169,7 @@ def set_member_problem(member: SetMember) -> str:
     """Return why this cannot be a place in a set; empty when it can."""
     if not _SET_ID.fullmatch(member.id):
         return f"{member.id[:64]!r} cannot be the id of a set"
-    if not 0 < len(member.members) <= MAX_SET_MEMBERS:
+    if not 0 < len(member.members) <= MAX_ITEMS:
         return f"a set cannot have {plural(len(member.members), 'member')}"
     for label in (member.name, *member.members):
         # Shown in tables and compared: one line, and the same everywhere.

@@ -63,7 +63,7 @@ def _by_facts(repository: Repository, root: bytes, *, step: int | None, epoch: i
         if (step is None or step == one.facts.step) and (epoch is None or epoch == one.facts.epoch)
     ]
     if len(found) == 1:
-        return SnapshotId.parse(found[0].id)
+        return SnapshotId(found[0].id)
     wanted = " and ".join(
         f"{name} {value}" for name, value in (("step", step), ("epoch", epoch)) if value is not None
     )
@@ -157,7 +157,7 @@ def _best(repository: Repository, root: bytes, rule: Best | None) -> SnapshotId:
             f"no snapshot has a finite {one_line(rule.metric)}; of metrics {metrics}, "
             f"of snapshots {_listed(saved) or 'none'}"
         )
-    return SnapshotId.parse(found[0].id)
+    return SnapshotId(found[0].id)
 
 
 def _readable(repository: Repository, root: bytes) -> list[SavedSnapshot]:

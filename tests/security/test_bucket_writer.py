@@ -17,6 +17,7 @@ import xxhash
 from support.cli_repository import Host
 from support.remote_host import reading
 
+from ciuic.cli.commands.web.reading import Catalogue
 from ciuic.remote.access import open_remote
 from ciuic.remote.documents import (
     LiveManifest,
@@ -24,14 +25,16 @@ from ciuic.remote.documents import (
     LogEntry,
     LogHello,
     LogState,
+    StoredRound,
     decode_log_entry,
     decode_manifest,
     encode_log_entry,
     encode_manifest,
+    encode_round,
     object_digest,
 )
 from ciuic.remote.log_reader import LogReader
-from ciuic.remote.object_names import log_entry_name, manifest_name, new_hex_id, parse_manifest
+from ciuic.remote.object_names import log_entry_name, manifest_name, new_hex_id, parse_manifest, round_name
 from ciuic.remote.objects.opening import open_objects
 from ciuic.remote.sealing.key_slots import read_key_file
 from ciuic.repository.snapshot_format import decode_any_snapshot
@@ -282,6 +285,12 @@ class _Forger:
             )
         )
 
+    def round(self, number: int) -> Path:
+        """Begin a round of a collection that never was; return its file."""
+        data = encode_round(self.remote.sealer, number, "begun", StoredRound(nonce=self._nonce))
+        self.remote.objects.put(round_name(number, "begun"), [data])
+        return Path(self.remote.objects.url.removeprefix("file://")) / round_name(number, "begun")
+
     def missing(self, count: int) -> None:
         """Commit snapshots of which there are no manifests."""
         live = tuple(
@@ -294,6 +303,21 @@ class _Forger:
             for number in range(count)
         )
         self._add(LogState(nonce=self._nonce, live=live, removed=()))
+
+
+@pytest.mark.parametrize("number", [1, pytest.param(9_999_999_999, marks=pytest.mark.full)])
+def test_a_round_made_up_with_a_key_is_said_how_to_be_deleted(bucket: Bucket, number: int) -> None:
+    """Rounds before it seem to be lost, and nobody goes on: what to delete in the store is said, and mends it."""
+    made_up = _Forger(bucket).round(number)
+    for words in (("remote", "upload", "--once"), ("check", "--remote", "--repair")):
+        said = bucket.victim.fails(*words, code=4)
+        assert "made up the later objects below gc/" in said
+        assert "delete these objects in the store" in said
+    assert bucket.stored <= bucket.content()
+    made_up.unlink()
+    # As the next error says: this host has taken the word of that round for it that those before it had ended.
+    shutil.rmtree(bucket.victim.env["XDG_CACHE_HOME"], ignore_errors=True)
+    bucket.assert_whole()
 
 
 def test_no_forged_name_hides_a_snapshot(bucket: Bucket) -> None:
@@ -311,6 +335,15 @@ def test_no_forged_name_hides_a_snapshot(bucket: Bucket) -> None:
         bucket.other.json("--repo", f"file://{bucket.top}", "show", one)["roots"][0]["path"] for one in listed
     }
     assert str(bucket.victim.top / "root") in roots
+
+
+def test_snapshots_of_one_id_are_searched_on_the_page(bucket: Bucket) -> None:
+    """Who stores a snapshot with the id of another host's does not end the searches of `ciuic web --repo URL`."""
+    with reading(_Forger(bucket).remote, bucket.top.parent / "cache") as opened:
+        names = set(opened.snapshots.ids())
+        assert all("~" in name for name in names)
+        found = Catalogue().loaded(opened.repository_of(opened.snapshots.ids()))
+    assert {snapshot.id for snapshot in found} == names
 
 
 def test_texts_of_a_forged_snapshot_are_shown_on_their_line(bucket: Bucket) -> None:
@@ -338,21 +371,29 @@ def test_texts_of_a_forged_snapshot_are_shown_on_their_line(bucket: Bucket) -> N
     assert len(lines) == 3
 
 
-@pytest.mark.parametrize("field", ["roots", "tags", "left_out", "incomplete"])
+@pytest.mark.parametrize("field", ["roots", "tags", "left_out", "incomplete", "set_member", "pair", "xattrs"])
 def test_a_snapshot_of_any_number_of_items_is_refused_as_it_is_read(bucket: Bucket, field: str) -> None:
     """Small items by the million, which would take many times their bytes, make one snapshot unreadable and no other one."""
     forger = _Forger(bucket)
-    item: Any = {
-        "roots": {"path": b"/a", "entry": [b"", 0o40755]},
-        "tags": "",
-        "left_out": {"path": b"/a"},
-        "incomplete": b"",
-    }[field]
+    many = 40_000
+    attributes = [0o40755, *[0] * 10, b"", 0, b"", [[b"user.a", b""]] * many]
+    fields: dict[str, Any] = {
+        "roots": {"roots": [{"path": b"/a", "entry": [b"", 0o40755]}] * many},
+        "tags": {"tags": [""] * many},
+        "left_out": {"left_out": [{"path": b"/a"}] * many},
+        "incomplete": {"incomplete": [b""] * many},
+        "set_member": {
+            "set_member": {"id": "1" * 32, "name": "night", "member": "a", "members": ["a"] * many}
+        },
+        "pair": {"pair": {"of": "filesystem", "roots": [""] * many}},
+        "xattrs": {"roots": [{"path": b"/a", "entry": [b"", *attributes]}]},
+    }
     name = manifest_name(job="files", epoch=None, step=None, host="evil")
-    forger.snapshot(name, **{"id": "cs-" + "e" * 32, field: [item] * 10_001})
+    forger.snapshot(name, id="cs-" + "e" * 32, **fields[field])
     done = bucket.other.run("list", "--all-hosts", "--machine-readable")
     assert len(done.stdout.splitlines()) == 2
-    assert b"10000" in done.stderr
+    # Of the decoder, before the items are made.
+    assert b"Expected `array` of length <= " in done.stderr
 
 
 def test_missing_manifests_cost_one_look_at_the_logs(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,50 @@ def test_a_plan_of_another_host_holds_nobody_for_longer(objects: MemoryObjects) 
     assert liar.ends == ["released"]
 
 
+class _Clock:
+    """Clock that each request, and nothing else, moves on."""
+
+    def __init__(self, objects: MemoryObjects) -> None:
+        self._objects = objects
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def __getattr__(self, name: str) -> Any:
+        self.now += 0.05
+        return getattr(self._objects, name)
+
+
+@pytest.mark.parametrize("mark", ["decision", "go"])
+def test_attempts_without_number_are_not_passed_over_for_longer_than_is_waited(
+    objects: MemoryObjects, mark: Any
+) -> None:
+    """Thousands of attempts of a liar, given up or to be given up, end with the time to wait, and hold nobody."""
+    liar = _Liar(objects, "")
+    sealer = Sealer(b"r" * 16, MasterKey(b"k" * 32))
+    said = StoredSetMark(by="2" * 32, decision="abort" if mark == "decision" else "", here=("3" * 32,) * 2)
+    for number in range(2, 1000):
+        plan = StoredSetPlan(id=f"{number:032x}", name="night", members=("a", "b"), hold_limit_seconds=60)
+        objects.create(
+            set_plan_name(sealer.hide("set night"), number),
+            encode_set_object(sealer, set_plan_name(sealer.hide("set night"), number), plan),
+        )
+        name = set_mark_name(plan.id, mark)
+        objects.create(name, encode_set_object(sealer, name, said))
+    first = set_mark_name("1" * 32, "decision")
+    abort = StoredSetMark(by="2" * 32, decision="abort")
+    objects.create(first, encode_set_object(sealer, first, abort))
+    clock: Any = _Clock(objects)
+    meeting = SetMeeting(
+        clock, sealer, SetRequest("night", ("a", "b"), "a", 0.5, 30), clock=clock, sleep=lambda seconds: None
+    )
+    with pytest.raises(SetNotCut, match="attempts were given up"):
+        meeting.take(liar)
+    assert 30 <= clock.now < 32
+    assert liar.limits == []
+
+
 def test_a_decision_without_ones_own_ready_is_none(objects: MemoryObjects) -> None:
     """A host cuts nothing where another one has said that it is ready, and has decided."""
     liar = _Liar(objects, "cut")

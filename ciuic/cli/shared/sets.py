@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ciuic.cli.shared.documents import Keys
 from ciuic.cli.shared.messages import plural, shown_text, warn
@@ -31,6 +31,9 @@ SET = Keys(
     "id, name, members (each `member`, `snapshot` and `host`, null where it is missing), whole, lacking (members), size_bytes",
     "`show set:NAME`",
 )
+
+_MAX_NAME_BYTES: Final = 255
+"""Of a name in a directory, on all file systems of Linux."""
 
 
 def own_name() -> str:
@@ -224,7 +227,7 @@ def directory_names(found: SnapshotSet) -> dict[str, Snapshot]:
     """
     for member in found.found:
         # No host begins with a dot; `..` and directories of ciuic do.
-        if "/" in member or member.startswith("."):
+        if "/" in member or member.startswith(".") or len(os.fsencode(member)) > _MAX_NAME_BYTES:
             raise UsageError(
                 f"no directory can have the name of the member {member!r}",
                 hint="--member restores one at a time, into a directory of any name",

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.repository.snapshot_format import MAX_SET_MEMBERS, apply_marks, decode_snapshot, encode_snapshot
 from ciuic.repository.snapshot_format import StoredMarks as Marks
-from ciuic.types import SetMember, Snapshot, SnapshotId
+from ciuic.repository.snapshot_format import apply_marks, decode_snapshot, encode_snapshot
+from ciuic.types import MAX_ITEMS, SetMember, Snapshot, SnapshotId
 
 SET_ID = "0123456789abcdef" * 2
 _LABELS = st.text(st.characters(blacklist_categories=("C", "Z")), min_size=1, max_size=255)
@@ -47,7 +47,7 @@ def test_a_place_is_read_back_as_it_was_written(name: str, members: set[str], da
         {"members": ("b", "c")},
         {"members": ("\x1b[2J", "a")},
         {"members": ("a", "n" * 256)},
-        {"members": (*sorted(f"a{n}" for n in range(MAX_SET_MEMBERS)), "z"), "member": "z"},
+        {"members": (*sorted(f"a{n}" for n in range(MAX_ITEMS)), "z"), "member": "z"},
     ],
     ids=lambda wrong: ",".join(wrong),
 )

@@ -167,7 +167,7 @@ class Catalogue:
                 del known[gone]
             for name in names - known.keys():
                 try:
-                    known[name] = repository.snapshots.load(SnapshotId.parse(name))
+                    known[name] = repository.snapshots.load(SnapshotId(name))
                 except NotFound:
                     # Removed meanwhile.
                     continue

@@ -99,6 +99,22 @@ def test_restore_takes_what_is_whole(sets: Sets, tmp_path: Path) -> None:
     assert "no member" in sets.run("restore", "--all", "-s", "set:night").stderr
 
 
+@pytest.mark.parametrize("name", ["..", "../up", ".ciuic", "é" * 200])
+def test_members_that_no_directory_can_be_named_after_are_restored_one_at_a_time(
+    sets: Sets, tmp_path: Path, name: str
+) -> None:
+    """Nothing of the set is restored then, and the error says how each member is."""
+    for member in sorted(("z", name)):
+        sets.member("0e" * 16, member, tuple(sorted(("z", name))))
+    into = tmp_path / "into"
+    words = ("restore", "-s", f"set:{'0e' * 16}", "--all", "-d", str(into))
+    refused = sets.run(*words, "--all-members")
+    assert (refused.exit_code, "no directory can have the name" in refused.stderr) == (2, True)
+    assert not into.exists()
+    assert sets.run(*words, "--member", name).exit_code == 0
+    assert (into / "data/who").read_text() == name
+
+
 def test_a_host_restores_its_own_member_in_place(tmp_path: Path) -> None:
     """The member that has this host's name is restored where it was."""
     here = Sets(tmp_path / "repo", tmp_path / "data")
