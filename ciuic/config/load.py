@@ -513,12 +513,12 @@ def _read_bytes(path: Path) -> bytes:
             found = b""
             while len(found) <= _MAX_FILE_BYTES:
                 # Of the end of a pipe poll(2) says nothing where the last writer had gone before it was opened here.
-                if not readable(file.fileno(), _PIPE_SECONDS) and (not found or file.read(1) is None):
+                piece = file.read(1 << 20) if readable(file.fileno(), _PIPE_SECONDS) or found else None
+                if piece is None:
                     raise ConfigError(
                         f"{path} is no regular file, and nothing has come from it in {_PIPE_SECONDS:g} s"
                     )
-                # Of a pipe read(2) returns what has come.
-                if not (piece := file.read(1 << 20)):
+                if not piece:
                     break
                 found += piece
     if len(found) > _MAX_FILE_BYTES:
