@@ -14,6 +14,7 @@ if the operator says so.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -37,6 +38,9 @@ TIER = "tier"
 MAX_RULES: Final = 64
 """Limit of ``[[snapshot_when]]``: a worker compares each changed name with all of them."""
 _LIMITED: Final = ("snapshot_when", "watch_number", "checkpoints")
+_MAX_FILE_BYTES: Final = 16 << 20
+_PIPE_SECONDS: Final = 5.0
+"""Longest wait for what comes through a pipe, as from `--config <(sed … ciuic.toml)`."""
 _REMOVED_KEYS: Final = {
     "remote.packs_url": "take it out; docs/remote.md says how packs that lie elsewhere get beside the log of the remote"
 }
@@ -476,7 +480,7 @@ def convert_flat(text: str, file: Path) -> str:
 def read_text(path: Path) -> str:
     """Return the text of a configuration file. ConfigError or NotPermitted if it cannot be read."""
     try:
-        return path.read_bytes().decode("utf-8")
+        return _read_bytes(path).decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(
             f"there is no configuration file {path}",
@@ -490,6 +494,36 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path} must be UTF-8, but byte {error.start} is not") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _read_bytes(path: Path) -> bytes:
+    """Return the content of a file, or what comes through a pipe; no pipe without a writer, and no endless device, holds us up.
+
+    Raises:
+        ConfigError: nothing comes, or too much.
+        OSError: it cannot be read.
+    """
+    # O_NONBLOCK: opening a pipe does not wait for its other end.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY), "rb", buffering=0) as file:
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            found = file.read(_MAX_FILE_BYTES + 1)
+        else:
+            from ciuic.system.poll import readable
+
+            found = b""
+            while len(found) <= _MAX_FILE_BYTES:
+                # Of the end of a pipe poll(2) says nothing where the last writer had gone before it was opened here.
+                piece = file.read(1 << 20) if readable(file.fileno(), _PIPE_SECONDS) or found else None
+                if piece is None:
+                    raise ConfigError(
+                        f"{path} is no regular file, and nothing has come from it in {_PIPE_SECONDS:g} s"
+                    )
+                if not piece:
+                    break
+                found += piece
+    if len(found) > _MAX_FILE_BYTES:
+        raise ConfigError(f"{path} must have at most {_MAX_FILE_BYTES >> 20} MiB, but is larger")
+    return found
 
 
 def readable_part(file: Path | None = None) -> Config:

@@ -163,6 +163,9 @@ class IndexDatabase:
     def _open_read(cls, path: str) -> IndexDatabase:
         if not os.path.exists(path):
             raise MissingIndexError("there is no index")
+        # SQLite would wait for a writer of a pipe. The next writer of the repository removes it.
+        if not _is_regular(path):
+            raise MissingIndexError("in the place of the index there is something else")
         # SQLite maps the -shm file of an index that is being written: its owner could truncate it and kill
         # this process (SIGBUS), and could craft any page or schema of it. Packs and snapshot files say all
         # that the index does.
@@ -488,6 +491,15 @@ def _discard_irregular(path: str) -> None:
         if not stat.S_ISREG(st.st_mode) or (st.st_nlink > 1 and who_else_writes(os.path.dirname(path))):
             discard(path)
             return
+
+
+def _is_regular(path: str) -> bool:
+    """Return whether each file of an index that is there is a regular one, or a link to one."""
+    for suffix in _SUFFIXES:
+        with suppress(OSError):
+            if not stat.S_ISREG(os.stat(path + suffix).st_mode):
+                return False
+    return True
 
 
 def discard(path: str) -> None:

@@ -169,7 +169,10 @@ READ_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOE
 # become the controlling terminal of a daemon (open(2)).
 READ_FILE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 NEW_FILE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-APPEND_FILE: Final = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+# O_NONBLOCK: a pipe that nobody reads is an error (ENXIO) and not waited for.
+APPEND_FILE: Final = (
+    os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+)
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 # Errors of open(2) for a symbolic link, a pipe or socket, a device without driver and a directory.
 _OTHER_KINDS = (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR)

@@ -714,7 +714,7 @@ class Attributes:
             path, _keep = self._pinned(node)
             self._state.mark_attributes(node)
             # A large value takes blocks of its own: on a full disk the undo log's space is given up for it.
-            self._state.with_space(lambda: os.setxattr(path, name, value, flags))
+            self._state.with_space(lambda: os.setxattr(path, name, value, flags), small=True)
             # No file can be created in the directory meanwhile: the kernel holds its lock.
             if name == DEFAULT_ACL:
                 self._nodes.without_default_acl.discard(node_id)

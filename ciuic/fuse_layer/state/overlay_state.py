@@ -29,6 +29,9 @@ from ciuic.system.disk import READ_DIRECTORY
 
 _T = TypeVar("_T")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+# Free space with which an ENOSPC of a small change has another reason than a full disk. Far more than file systems keep
+# for themselves, and than is used up between the error and the look.
+_ROOM_BYTES = 1 << 30
 
 
 class OverlayState(PassthroughState):
@@ -123,11 +126,16 @@ class OverlayState(PassthroughState):
             keep_open = moved or bool(os.listdir(kept.fd))
             self.undo.keep_directory_name(parent.ino, name, st, kept if keep_open else None)
 
-    def with_space(self, change: Callable[[], _T]) -> _T:
+    def with_space(self, change: Callable[[], _T], *, small: bool = False) -> _T:
         """Run a change; when the file system is full, give up the undo log's space and run it once more.
 
         Without ciuic, files that the job removed would not take space any more: inodes that the undo log
         keeps alive must never be the reason for an ENOSPC.
+
+        Args:
+            change: what to run.
+            small: it takes little space, and may find room missing in its inode alone, which no space on the disk mends:
+                ext4 answers ENOSPC to attributes that do not fit into one block. Where the disk has room the undo log stays.
         """
         # Read before the change: another thread that met the same error may have given the log up meanwhile,
         # and be about to free its space.
@@ -137,9 +145,16 @@ class OverlayState(PassthroughState):
         except OSError as error:
             if error.errno not in _NO_SPACE or not (took_space or self.undo.takes_space):
                 raise
-        self.undo.abandon("the file system is full, and the job needs the space")
-        self.undo.tidy()
+            is_full = not small or error.errno == errno.EDQUOT or not self._has_room()
+        if is_full:
+            self.undo.abandon("the file system is full, and the job needs the space")
+            self.undo.tidy()
+        # Where there is room too: another thread may have made it since.
         return change()
+
+    def _has_room(self) -> bool:
+        st = os.fstatvfs(self.nodes.root_directory.fd)
+        return st.f_bavail * st.f_frsize >= _ROOM_BYTES
 
     def with_space_of(self, node: Node, change: Callable[[], _T]) -> _T:
         """Run a change of a file's content as ``with_space``; the undo log's space is no help to another file system."""

@@ -678,8 +678,8 @@ class PassthroughState:
     def mark_attributes(self, node: Node) -> None:
         """Called beside a change of the node's attributes, before it where it may fail in the middle."""
 
-    def with_space(self, change: Callable[[], _T]) -> _T:
-        """Run a change that may find the file system full."""
+    def with_space(self, change: Callable[[], _T], *, small: bool = False) -> _T:
+        """Run a change that may find the file system full; a small one may find its inode full instead."""
         return change()
 
     def with_space_of(self, node: Node, change: Callable[[], _T]) -> _T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +24,10 @@ from ciuic.config import (
     WatchConfig,
     WebConfig,
     convert_flat,
+    load,
     load_config,
     parse_config,
+    read_text,
     shown,
 )
 from ciuic.config.keys import TOP, Table
@@ -422,7 +425,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def refuse(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(load, "_read_bytes", refuse)
     with pytest.raises(NotPermitted):
         load_config(tmp_path / "c.toml", environ={})
 
@@ -482,3 +485,29 @@ def test_refused_addresses_to_listen_at(listen: str) -> None:
     """What is no numeric address with a port is refused."""
     with pytest.raises(ValueError, match="must be an address and a port"):
         listen_value(listen)
+
+
+def test_a_pipe_without_a_writer_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe in the place of the file is refused when nothing comes; what somebody writes into it is read."""
+    pipe = tmp_path / "ciuic.toml"
+    os.mkfifo(pipe)
+    monkeypatch.setattr(load, "_PIPE_SECONDS", 0.05)
+    with pytest.raises(ConfigError, match="nothing has come"):
+        read_text(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    writer = os.open(pipe, os.O_WRONLY)
+    os.write(writer, b"[schedule]\n")
+    with pytest.raises(ConfigError, match="nothing has come"):
+        # Its writer is still there and may go on.
+        read_text(pipe)
+    os.write(writer, b"[schedule]\n")
+    os.close(writer)
+    assert read_text(pipe) == "[schedule]\n"
+    os.close(reader)
+
+
+def test_an_endless_file_is_refused() -> None:
+    """No device makes a command read for ever."""
+    with pytest.raises(ConfigError, match="at most 16 MiB"):
+        read_text(Path("/dev/zero"))
+    assert read_text(Path("/dev/null")) == ""

@@ -1,11 +1,13 @@
-"""Tests that what else a process does with the index leaves SQLite its locks (SIGBUS otherwise, at a commit beside an open)."""
+"""Tests of the files of the index: SQLite keeps its locks (SIGBUS otherwise, at a commit beside an open), and no pipe is waited for."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from ciuic.repository.index_database import IndexDatabase, Transaction
+import pytest
+
+from ciuic.repository.index_database import IndexDatabase, MissingIndexError, Transaction
 
 
 def _locks_on(path: str) -> int:
@@ -30,3 +32,16 @@ def test_opening_the_index_again_keeps_the_locks_on_it(tmp_path: Path) -> None:
         writer.set_fact("n", 1)
     for connection in (*connections, writer):
         connection.db.close()
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal", "-shm"])
+def test_a_pipe_in_the_place_of_the_index_holds_no_reader_up(tmp_path: Path, suffix: str) -> None:
+    """Readers do without an index that is no regular file, in which SQLite would wait for a writer; a writer makes it anew."""
+    path = f"{tmp_path}/index.sqlite"
+    IndexDatabase.open(path, "write").db.close()
+    Path(path + suffix).unlink(missing_ok=True)
+    os.mkfifo(path + suffix)
+    with pytest.raises(MissingIndexError):
+        IndexDatabase.open(path, "read")
+    IndexDatabase.open(path, "write").db.close()
+    IndexDatabase.open(path, "read").db.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ciuic.system.disk import Disk, open_locked, remove_leftovers, temporary_name
+from ciuic.system.disk import APPEND_FILE, Disk, open_locked, remove_leftovers, temporary_name
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -67,3 +67,10 @@ def test_a_lock_on_a_removed_file_is_taken_anew(tmp_path: Path, monkeypatch: pyt
             open_locked(path)
     finally:
         os.close(fd)
+
+
+def test_a_pipe_in_the_place_of_a_log_is_not_waited_for(tmp_path: Path) -> None:
+    """Opening it for writing fails at once while nobody reads it."""
+    os.mkfifo(tmp_path / "log")
+    with pytest.raises(OSError, match="No such device or address"):
+        os.open(tmp_path / "log", APPEND_FILE, 0o600)

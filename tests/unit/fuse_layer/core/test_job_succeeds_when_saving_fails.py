@@ -205,6 +205,36 @@ def test_no_writer_gets_enospc_while_another_frees_the_log(job: Job, monkeypatch
     assert failures == []
 
 
+@pytest.mark.parametrize(
+    ("free_bytes", "number", "kept"),
+    [(2 << 30, errno.ENOSPC, True), (1 << 20, errno.ENOSPC, False), (2 << 30, errno.EDQUOT, False)],
+    ids=["inode full", "disk full", "quota exhausted"],
+)
+def test_an_inode_without_room_for_an_attribute_costs_no_snapshot(
+    job: Job, monkeypatch: pytest.MonkeyPatch, free_bytes: int, number: int, kept: bool
+) -> None:
+    """ext4 answers ENOSPC to attributes that do not fit into one block: no space on the disk mends that."""
+    job.create(b"a", b"x" * BLOCK)
+    job.create(b"b", b"x")
+    job.core.cut()
+    job.core.names.unlink(ROOT_ID, b"a")
+    node = job.core.names.lookup(ROOT_ID, b"b").node
+    real = os.fstatvfs
+
+    def free(fd: int) -> os.statvfs_result:
+        found = real(fd)
+        return os.statvfs_result((found.f_bsize, 1, *found[2:4], free_bytes, *found[5:]))
+
+    def refuse(*_arguments: object, **_options: object) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fstatvfs", free)
+    monkeypatch.setattr(os, "setxattr", refuse)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        job.core.attributes.setxattr(node, b"user.large", b"x" * 8000, 0)
+    assert job.core._state.undo.active is kept
+
+
 def test_a_write_that_the_disk_cuts_short_goes_on(
     job: Job, backing: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
