@@ -344,7 +344,7 @@ class Packs:
         """Return the descriptor of a pack, valid until another pack is used, to read or to share its extents.
 
         Raises:
-            NotFound: the pack is gone.
+            NotFound: the pack is gone, or something else than a file has its name.
         """
         fd = self._fds.get(number)
         if fd is not None:
@@ -355,6 +355,11 @@ class Packs:
         except OSError as error:
             if error.errno == errno.ENOENT:
                 raise NotFound(f"there is no pack {number:016x}") from None
+            if error.errno == errno.EINVAL:
+                raise NotFound(
+                    f"what has the name of the pack {number:016x} is no regular file",
+                    hint=f"move it away, and put the pack there again if you have it: {self.path(number)}",
+                ) from None
             raise
         if len(self._fds) >= _OPEN_PACKS:
             os.close(self._fds.popitem(last=False)[1])

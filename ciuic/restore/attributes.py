@@ -23,7 +23,7 @@ import errno
 import os
 import stat
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Final
 
@@ -81,14 +81,17 @@ def apply(
     _remove_extra(at, found, xattrs, problems)
     late = [pair for pair in xattrs if pair[0] in _ACLS or pair[0].startswith(b"security.")]
     # Before the mode: user.* attributes can be set only by a user who may write the file (xattr(7)).
-    _set_xattrs(at, found, [pair for pair in xattrs if pair not in late], problems)
+    room = _set_xattrs(at, found, [pair for pair in xattrs if pair not in late], problems)
     acl = next((value for name, value in late if name == _ACCESS), None)
     if acl is not None and found.get(_ACCESS) not in (None, acl):
         # With an ACL in place chmod(2) changes its mask instead of the group bits, so the old ACL goes first.
         _remove_extra(at, {_ACCESS: b""}, (), problems)
     _set_mode(at, entry, owned, acl if found.get(_ACCESS) != acl else None, problems)
     # Removing or setting anything above may have changed these, so they are compared with what exists now.
-    _set_xattrs(at, read_xattrs(at) if late else {}, sorted(late, key=_acls_first), problems)
+    if late:
+        room &= _set_xattrs(at, read_xattrs(at), sorted(late, key=_acls_first), problems)
+    if not room:
+        _fit_xattrs(at, xattrs, problems)
     if times:
         set_times(at, entry, problems)
     return problems
@@ -230,15 +233,41 @@ def _remove_extra(at: int | bytes, found: dict[bytes, bytes], wanted: Xattrs, pr
 
 
 def _set_xattrs(
-    at: int | bytes, found: dict[bytes, bytes], wanted: list[tuple[bytes, bytes]], problems: list[str]
-) -> None:
+    at: int | bytes, found: dict[bytes, bytes], wanted: Iterable[tuple[bytes, bytes]], problems: list[str]
+) -> bool:
+    """Set what differs; return whether there was room for all, of which lack nothing is added to ``problems``."""
+    room = True
     for name, value in wanted:
         if found.get(name) == value:
             continue
         try:
             os.setxattr(at, name, value)
         except OSError as error:
-            problems.append(f"attribute {_text(name)}: {error.strerror}")
+            if error.errno == errno.ENOSPC:
+                room = False
+            else:
+                problems.append(f"attribute {_text(name)}: {error.strerror}")
+    return room
+
+
+def _fit_xattrs(at: int | bytes, wanted: Xattrs, problems: list[str]) -> None:
+    """Set attributes anew, the largest first: the few kilobytes that ext4 has for those of a file are filled in the order of setting.
+
+    An access ACL and labels that are there stay: without them others could have more rights for a moment.
+    """
+    for name, value in read_xattrs(at).items():
+        if (name, value) in wanted and name != _ACCESS and not name.startswith(b"security."):
+            with suppress(OSError):
+                os.removexattr(at, name)
+    found = read_xattrs(at)
+    largest_first = sorted(wanted, key=lambda pair: len(pair[1]), reverse=True)
+    if not _set_xattrs(at, found, largest_first, problems):
+        found = read_xattrs(at)
+        problems += [
+            f"attribute {_text(name)}: {os.strerror(errno.ENOSPC)}"
+            for name, value in wanted
+            if found.get(name) != value
+        ]
 
 
 def _acls_first(pair: tuple[bytes, bytes]) -> tuple[bool, bytes]:

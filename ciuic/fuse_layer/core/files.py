@@ -497,7 +497,12 @@ class Files:
             self._times.before_write(node, file.fd)
             with self._content_lock(node):
                 self._before_fallocate(node, file.fd, mode, offset, length)
-                state.with_space_of(node, lambda: syscalls.fallocate(file.fd, mode, offset, length))
+                # What the file has already may lie in the range.
+                plain = mode in (0, syscalls.FALLOC_FL_KEEP_SIZE)
+                least_bytes = length - os.fstat(file.fd).st_blocks * 512 if plain else 0
+                state.with_space_of(
+                    node, lambda: syscalls.fallocate(file.fd, mode, offset, length), least_bytes=least_bytes
+                )
                 self._drop_privileges(node, file.fd, keeps_privileges, is_outside)
         state.recent.changed(node)
 

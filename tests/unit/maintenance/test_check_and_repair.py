@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -161,13 +161,20 @@ def test_damaged_marks_cost_no_snapshot(repository: Repository, snapshot: Snapsh
     assert looked(repository).findings == []
 
 
+@pytest.mark.parametrize("put", [None, os.mkfifo, os.mkdir], ids=["nothing", "pipe", "directory"])
 def test_a_missing_pack_is_reported_with_paths_and_snapshots(
-    repository: Repository, snapshot: Snapshot
+    repository: Repository, snapshot: Snapshot, put: Callable[[Path], None] | None
 ) -> None:
-    """A missing pack is reported as missing blocks with path and snapshot."""
+    """A missing pack is reported as missing blocks with path and snapshot, whatever has its place."""
     where = repository.chunks.locate(block_of(repository, snapshot, b"model.bin", 0))
-    pack_path(repository, where.pack).unlink()
+    path = pack_path(repository, where.pack)
+    path.unlink()
+    if put is not None:
+        put(path)
+        # Its descriptor is open, through which the content could still be read.
+        repository = Repository.open(repository.path)
     report = looked(repository)
+    repository.close()
     assert report.damaged
     missing = [finding for finding in report.findings if finding.kind == "missing chunk"]
     # A pack may hold blocks of several files, and blocks are checked in the order of their ids.

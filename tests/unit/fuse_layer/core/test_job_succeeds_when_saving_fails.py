@@ -14,6 +14,7 @@ from support.overlay import state_of
 
 from ciuic.fuse_layer import sealed_format, undo_format
 from ciuic.fuse_layer.core.overlay_core import ROOT_ID, Credentials, OverlayCore
+from ciuic.fuse_layer.system import syscalls
 from ciuic.fuse_layer.tracking import undo_log
 from ciuic.system.spill import Spill
 
@@ -203,6 +204,29 @@ def test_no_writer_gets_enospc_while_another_frees_the_log(job: Job, monkeypatch
     first.join(60)
     second.join(60)
     assert failures == []
+
+
+@pytest.mark.parametrize(
+    ("length", "kept"), [(1 << 60, True), (BLOCK, False)], ids=["beyond the disk", "disk full"]
+)
+def test_a_range_that_no_disk_has_costs_no_snapshot(
+    job: Job, monkeypatch: pytest.MonkeyPatch, length: int, kept: bool
+) -> None:
+    """The space of the undo log is given up for fallocate(2) only where the disk could hold the range."""
+    job.create(b"a", b"x" * BLOCK)
+    job.create(b"b", b"x")
+    job.core.cut()
+    job.core.names.unlink(ROOT_ID, b"a")
+    handle = job.open(b"b")
+
+    def refuse(*_arguments: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(syscalls, "fallocate", refuse)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        job.core.files.fallocate(handle, 0, BLOCK, length)
+    assert job.core._state.undo.active is kept
+    job.core.files.release(handle)
 
 
 @pytest.mark.parametrize(

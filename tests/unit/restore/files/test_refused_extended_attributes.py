@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.ci import needs
+from support.small_disks import missing, small_disk
 
 from ciuic.compare.diff import LiveNode, UnreadableFile
 from ciuic.daemon.capture.view import OfflineLog, SealedView
@@ -100,3 +102,32 @@ def test_comparisons_and_restores_do_not_take_a_refusal_for_no_attributes(
         attributes.differ(at, now, entry, ())
     with LiveNode(os.open(tmp_path, os.O_PATH)) as node, pytest.raises(UnreadableFile):
         node.child_xattrs(b"file")
+
+
+def test_attributes_that_fit_in_one_order_alone_are_all_restored(tmp_path: Path) -> None:
+    """ext4 fills the room that a file has for attributes in the order of setting; every set that a file had is set again."""
+    needs(missing("ext4"))
+    with small_disk(tmp_path, "ext4", 64 << 20, "-I", "256", "-b", "4096") as disk:
+        names = (b"user.a", 10), (b"user.b", 42), (b"user.c", 3984)
+        job, restored = disk / "job", disk / "restored"
+        for path in (job, restored):
+            path.write_bytes(b"")
+        for name, size in reversed(names):
+            os.setxattr(job, name, b"x" * size)
+        wanted = tuple(sorted(read_xattrs(os.fsencode(job)).items()))
+        # By name, as they are recorded, they do not fit.
+        *first, (last, value) = wanted
+        for name, shorter in first:
+            os.setxattr(restored, name, shorter)
+        with pytest.raises(OSError, match="No space left"):
+            os.setxattr(restored, last, value)
+        st = restored.stat()
+        entry = Entry(
+            name=b"restored", mode=st.st_mode, uid=st.st_uid, gid=st.st_gid, mtime_ns=st.st_mtime_ns
+        )
+        assert attributes.apply(os.fsencode(restored), st, entry, wanted) == []
+        assert read_xattrs(os.fsencode(restored)) == dict(wanted)
+        too_large = (*wanted, (b"user.d", b"x" * 3000))
+        (problem,) = attributes.apply(os.fsencode(restored), st, entry, too_large)
+        assert "No space left" in problem
+        assert len(read_xattrs(os.fsencode(restored))) == 3
