@@ -1,7 +1,7 @@
 """Checks of `ciuic doctor`: the machine (kernel, FUSE, driver, disks, clock, systemd) and the places (roots, repository, free space).
 
 Guarantees: nothing is changed and nothing is left behind (the clone that tries a file system has no name); a file that is not
-there is a fact and not a failure. No check waits for a root that does not answer: what touches a root goes through `Inquiry`.
+there is a fact and not a failure. No check waits for a root that does not answer: what touches a root goes through `Probes`.
 Where a check reads /proc, /sys or /dev, that directory is an argument.
 """
 
@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ciuic.cli.inquiry import Finding, Inquiry, NoAnswer, not_looked_at, ok, problem, warning
+from ciuic.cli.probes import Finding, NoAnswer, Probes, not_looked_at, ok, problem, warning
 from ciuic.cli.shared.messages import shown, shown_text
 from ciuic.errors import CiuicError, pip_install
 from ciuic.system import service_manager
@@ -109,7 +109,7 @@ def driver(
     wanted: Sequence[tuple[str, str]],
     release: str,
     served: Mapping[str, tuple[str, str]] | None = None,
-    inquiry: Inquiry | None = None,
+    probes: Probes | None = None,
 ) -> Iterator[Finding]:
     """Check for each root which driver serves it, and why.
 
@@ -118,9 +118,9 @@ def driver(
             mounted for that.
         release: the kernel's release.
         served: driver and reason of mounted roots, as the daemon reports them.
-        inquiry: how roots are asked.
+        probes: how roots are asked.
     """
-    inquiry = inquiry or Inquiry()
+    probes = probes or Probes()
     # Before the first root is protected this line says what one would get.
     if not wanted:
         yield _driver_of("a new root", "auto", _offer(None, release), release)
@@ -133,7 +133,7 @@ def driver(
             continue
         try:
             # The kernel makes a file in the root to find out, which waits for an overlay that hangs.
-            yield from inquiry.findings(root, partial(_driver_of_root, root, name, release))
+            yield from probes.findings(root, partial(_driver_of_root, root, name, release))
         except NoAnswer as error:
             yield not_looked_at("driver", error)
 
@@ -367,25 +367,25 @@ _CLOCK_SECONDS: Final = 5
 
 
 def roots(
-    config: Config, mounts: Sequence[Mount], *, look_for_bypass: bool, inquiry: Inquiry | None = None
+    config: Config, mounts: Sequence[Mount], *, look_for_bypass: bool, probes: Probes | None = None
 ) -> Iterator[Finding]:
     """Each root: fit to be protected, mounted, answering, and (unless the daemon has said so) nobody going round it."""
     from ciuic.config import check_overlaps
 
-    inquiry = inquiry or Inquiry()
+    probes = probes or Probes()
     if not config.roots:
         yield warning("roots", "no directory is protected", "ciuic protect PATH")
     for trouble in check_overlaps(config.roots, mounts):
         yield problem("roots", str(trouble), trouble.hint)
     for root in config.roots:
         try:
-            troubles = inquiry.findings(root.path, partial(_troubles, root, mounts))
+            troubles = probes.findings(root.path, partial(_troubles, root, mounts))
         except NoAnswer:
             troubles = [_no_answer(root, mounts)]
         yield from troubles
         # A path that is no directory, or inside another root, would only cause more lines about the same.
         if not troubles:
-            yield _mounted_root(root, mounts, inquiry)
+            yield _mounted_root(root, mounts, probes)
         if look_for_bypass and not troubles:
             yield from _bypassing(root)
 
@@ -396,7 +396,7 @@ def _troubles(root: RootConfig, mounts: Sequence[Mount]) -> list[Finding]:
     return [problem("roots", str(trouble), trouble.hint) for trouble in check_root(root, mounts)]
 
 
-def _mounted_root(root: RootConfig, mounts: Sequence[Mount], inquiry: Inquiry) -> Finding:
+def _mounted_root(root: RootConfig, mounts: Sequence[Mount], probes: Probes) -> Finding:
     from ciuic.config import is_ciuic_mount
 
     name = shown_text(str(root.path))
@@ -405,7 +405,7 @@ def _mounted_root(root: RootConfig, mounts: Sequence[Mount], inquiry: Inquiry) -
             "roots", f"{name} is not mounted: changes are not tracked", "start the daemon; see: ciuic status"
         )
     # Mounted is not served: a worker that was killed leaves ENOTCONN, one that hangs an endless wait.
-    if not inquiry.answers(root.path):
+    if not probes.answers(root.path):
         return _no_answer(root, mounts)
     return ok("roots", f"{name} is mounted and answers")
 
@@ -506,7 +506,7 @@ def space(
     repository: Path,
     mounts: Sequence[Mount],
     status: StatusDocument | None = None,
-    inquiry: Inquiry | None = None,
+    probes: Probes | None = None,
     absent: str = "",
 ) -> Iterator[Finding]:
     """Free bytes and inodes, for the store and for the undo logs that lie below each root; each file system once. Then the reserve.
@@ -516,18 +516,18 @@ def space(
         repository: Where the repository is or will be.
         mounts: What is mounted.
         status: What the daemon says; None where none runs.
-        inquiry: Asks directories that may not answer.
+        probes: Asks directories that may not answer.
         absent: Why the repository's disk is not there; empty if it is.
     """
     from ciuic.config.places import mount_holding
 
-    inquiry = inquiry or Inquiry()
+    probes = probes or Probes()
     # Of roots as well: their undo logs are on the same file systems.
     seen: set[tuple[int, int]] = set()
     disk = Path(measurable(repository))
     for place in (*([] if absent else [disk]), *(root.path for root in config.roots)):
         try:
-            found = inquiry.findings(place, partial(_free_space, config, place))
+            found = probes.findings(place, partial(_free_space, config, place))
         except NoAnswer as error:
             yield not_looked_at("free space", error)
             continue
@@ -700,15 +700,15 @@ def _roots_left_behind(
             )
 
 
-def coverage(paths: Sequence[bytes], config: Config, inquiry: Inquiry | None = None) -> Iterator[Finding]:
+def coverage(paths: Sequence[bytes], config: Config, probes: Probes | None = None) -> Iterator[Finding]:
     """Check for each path whether a root covers it and captures include it."""
-    inquiry = inquiry or Inquiry()
+    probes = probes or Probes()
     for path in paths:
         # By the root above it as it is written, which may be known not to answer. A link into another root is
         # followed in the child.
         above = next((str(root.path) for root in config.roots if _is_below(path, root)), os.fsdecode(path))
         try:
-            yield from inquiry.findings(above, partial(_coverage, path, config))
+            yield from probes.findings(above, partial(_coverage, path, config))
         except NoAnswer as error:
             yield not_looked_at("coverage", error)
 

@@ -166,7 +166,7 @@ OURS: Final[dict[str, str]] = {
     "ciuic/training/writer/codecs.py": "the trainer's own memory",
     "ciuic/remote/objects/credentials.py": "files and programs of the operator, and the metadata of the machine's provider",
     "ciuic/protocol/watch_client.py": "answers of the daemon, which is root",
-    "ciuic/cli/inquiry.py": "what our own child has encoded",
+    "ciuic/cli/probes.py": "what our own child has encoded",
     "ciuic/cli/commands/web/__init__.py": "answers of the page, which a process of this user's or of root's started",
     "ciuic/cli/commands/web/front.py": "answers of the broker, which started this process",
     "ciuic/cli/commands/web/front_process.py": "the parent process, through a pipe",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from ciuic.cli.inquiry import Finding, Inquiry, NoAnswer, not_looked_at, ok, problem, warning
+from ciuic.cli.probes import Finding, NoAnswer, Probes, not_looked_at, ok, problem, warning
 from ciuic.cli.shared.messages import plural, shown_text
 from ciuic.cli.shared.options import HOST_PATH, FrameCommand
 from ciuic.cli.shared.output import json_option, out, out_json, out_prose, wrapped
@@ -207,7 +207,7 @@ def key_is_elsewhere(remote: RemoteConfig) -> Iterator[Finding]:
         )
 
 
-def restore_has_room(repository: Repository, config: Config, inquiry: Inquiry) -> Iterator[Finding]:
+def restore_has_room(repository: Repository, config: Config, probes: Probes) -> Iterator[Finding]:
     """Each root fits beside what is there now."""
     for root in config.roots:
         place = shown_text(str(root.path))
@@ -218,7 +218,7 @@ def restore_has_room(repository: Repository, config: Config, inquiry: Inquiry) -
         record = next(one for one in snapshot.roots if one.path == os.fsencode(root.path))
         size_bytes = record.entry.total_bytes + record.links_bytes
         try:
-            yield from inquiry.findings(root.path, partial(_room, root.path, place, size_bytes))
+            yield from probes.findings(root.path, partial(_room, root.path, place, size_bytes))
         except NoAnswer as error:
             yield not_looked_at("recovery: room", error)
 
@@ -282,7 +282,7 @@ def examine(session: Session, paths: tuple[bytes, ...]) -> Iterator[Finding]:
     from ciuic.cli import doctor_checks as machine
     from ciuic.system import mountinfo
 
-    inquiry = Inquiry()
+    probes = Probes()
     if os.geteuid() != 0:
         yield warning(
             "user", "not run as root: other users' processes and files are not seen", "sudo ciuic doctor"
@@ -310,7 +310,7 @@ def examine(session: Session, paths: tuple[bytes, ...]) -> Iterator[Finding]:
         for root in (status.roots if status is not None else ())
         if root.driver_why
     }
-    yield from _safely("driver", lambda: machine.driver(wanted, release, served, inquiry))
+    yield from _safely("driver", lambda: machine.driver(wanted, release, served, probes))
     unfiltered = [
         root.path
         for root in (status.roots if status is not None else ())
@@ -324,7 +324,7 @@ def examine(session: Session, paths: tuple[bytes, ...]) -> Iterator[Finding]:
             _systemd(), daemon_answers=status is not None, places=directories_of(config.remotes)
         ),
     )
-    yield from _places(session, config, paths, mountinfo.read(), status, inquiry)
+    yield from _places(session, config, paths, mountinfo.read(), status, probes)
     if config.remotes:
         yield from _safely("libraries", machine.libraries)
     yield from _safely("io pressure", machine.pressure)
@@ -358,8 +358,8 @@ def examine_recovery(session: Session) -> Iterator[Finding]:
             partial(remote_has_it, repository, remote, now_ns),
         )
         yield from _safely(f"recovery: key {remote.name}", partial(key_is_elsewhere, remote))
-    inquiry = Inquiry()
-    yield from _safely("recovery: room", lambda: restore_has_room(repository, config, inquiry))
+    probes = Probes()
+    yield from _safely("recovery: room", lambda: restore_has_room(repository, config, probes))
 
 
 def _places(
@@ -368,14 +368,14 @@ def _places(
     paths: tuple[bytes, ...],
     mounts: list[Mount],
     status: StatusDocument | None,
-    inquiry: Inquiry,
+    probes: Probes,
 ) -> Iterator[Finding]:
     from ciuic.cli import doctor_checks as machine
     from ciuic.cli import doctor_checks as places
 
     # A running daemon looks for such processes itself, and its alerts are findings already.
     yield from _safely(
-        "roots", lambda: places.roots(config, mounts, look_for_bypass=status is None, inquiry=inquiry)
+        "roots", lambda: places.roots(config, mounts, look_for_bypass=status is None, probes=probes)
     )
     try:
         repository = session.repository_dir
@@ -389,15 +389,15 @@ def _places(
         # The daemon's alert of it is a finding already.
         if status is None or status.damage is None:
             yield from _safely("damage", lambda: places.known_damage(repository))
-        absent = _absent(session, config, repository, inquiry)
+        absent = _absent(session, config, repository, probes)
         yield from _safely("file system", lambda: places.file_systems(config, repository, mounts, absent))
         yield from _safely(
-            "free space", lambda: places.space(config, repository, mounts, status, inquiry, absent)
+            "free space", lambda: places.space(config, repository, mounts, status, probes, absent)
         )
         disks = [repository, *(root.path for root in config.roots)]
         priority = str(config.capture.io_priority)
         yield from _safely("io scheduler", lambda: machine.schedulers(disks, mounts, priority))
-    yield from _safely("coverage", lambda: places.coverage(paths, config, inquiry))
+    yield from _safely("coverage", lambda: places.coverage(paths, config, probes))
 
 
 def _repository(session: Session, config: Config) -> Iterable[Finding]:
@@ -411,11 +411,11 @@ def _repository(session: Session, config: Config) -> Iterable[Finding]:
         return places.repository_state(error, config, session.now_ns)
 
 
-def _absent(session: Session, config: Config, repository: Path, inquiry: Inquiry) -> str:
+def _absent(session: Session, config: Config, repository: Path, probes: Probes) -> str:
     from ciuic.cli.shared.new_repository import absent_repository
 
     # The marks lie beside or in the roots: one that does not answer must not hang this.
-    roots = [root for root in config.roots if inquiry.answers(root.path)]
+    roots = [root for root in config.roots if probes.answers(root.path)]
     try:
         return absent_repository(session, roots, repository)
     except CiuicError:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from ciuic.cli import doctor_checks as machine
 from ciuic.cli import doctor_checks as places
 from ciuic.cli.app import cli
-from ciuic.cli.inquiry import Finding, Inquiry
+from ciuic.cli.probes import Finding, Probes
 from ciuic.cli.shared.systemd import Systemd
 from ciuic.config import Config, MinFree, RootConfig
 from ciuic.protocol.control_types import RepositoryStatus, StatusDocument
@@ -194,8 +194,8 @@ def test_root_that_is_not_mounted(tmp_path: Path) -> None:
 
 def test_directory_that_fails_does_not_answer(tmp_path: Path) -> None:
     """A path that can be examined counts as answering, and one that fails does not."""
-    assert Inquiry().answers(tmp_path)
-    assert not Inquiry().answers(tmp_path / "absent")
+    assert Probes().answers(tmp_path)
+    assert not Probes().answers(tmp_path / "absent")
 
 
 def test_every_finding_of_a_full_run_has_a_remedy(tmp_path: Path) -> None:

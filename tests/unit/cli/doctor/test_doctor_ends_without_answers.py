@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support.live import installed
 
-from ciuic.cli.inquiry import Finding, Inquiry, NoAnswer, in_time, ok
+from ciuic.cli.probes import Finding, NoAnswer, Probes, in_time, ok
 from ciuic.errors import CiuicError
 from ciuic.fuse_layer.kernel.session import negotiate
 from ciuic.system.poll import readable
@@ -32,13 +32,13 @@ def _fail(error: BaseException) -> list[Finding]:
 
 def test_silent_directory_is_asked_once() -> None:
     """A question that takes too long is given up, and the directory is not asked again; others are."""
-    inquiry = Inquiry(0.1)
+    probes = Probes(0.1)
     with pytest.raises(NoAnswer, match="/data did not answer within"):
-        inquiry.findings("/data", _hang)
+        probes.findings("/data", _hang)
     with pytest.raises(NoAnswer):
-        inquiry.findings("/data", lambda: [ok("x", "y")])
-    assert not inquiry.answers("/data")
-    assert Inquiry(30).findings("/other", lambda: [ok("x", "\udcff" * 100_000)]) == [
+        probes.findings("/data", lambda: [ok("x", "y")])
+    assert not probes.answers("/data")
+    assert Probes(30).findings("/other", lambda: [ok("x", "\udcff" * 100_000)]) == [
         ok("x", "\udcff" * 100_000)
     ]
 

@@ -11,7 +11,7 @@ import pytest
 from support.cli_repository import CliRepository, Host
 
 from ciuic.cli.commands import doctor as checks
-from ciuic.cli.inquiry import Finding, Inquiry
+from ciuic.cli.probes import Finding, Probes
 from ciuic.config import Config, RootConfig
 from ciuic.protocol.last_drill import LastDrill
 from ciuic.repository import Repository
@@ -72,9 +72,9 @@ def test_room_for_a_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     made.snapshot({b"a": bytes(5000)})
     config = Config(roots=(RootConfig(made.root),))
     with Repository.open(made.path) as repository:
-        assert levels(checks.restore_has_room(repository, config, Inquiry())) == ["ok"]
+        assert levels(checks.restore_has_room(repository, config, Probes())) == ["ok"]
         monkeypatch.setattr("ciuic.system.disk_space.available_bytes", lambda path: 4999)
-        (finding,) = checks.restore_has_room(repository, config, Inquiry())
+        (finding,) = checks.restore_has_room(repository, config, Probes())
     assert finding.level == "warning"
     assert "4.88 KiB in its newest snapshot" in finding.message
 

@@ -1,6 +1,6 @@
-"""Questions about directories that may not answer, each asked by a child process within a time limit.
+"""Probes of directories that may not answer, each by a child process within a time limit.
 
-Guarantees: no question takes longer than its limit, whatever the file system does, and neither does the end of this process. A
+Guarantees: no probe takes longer than its limit, whatever the file system does, and neither does the end of this process. A
 directory that has not answered once is not asked again.
 
 A finding is ok, a warning or a problem; the latter two have a remedy.
@@ -57,8 +57,8 @@ class NoAnswer(CiuicError):
     """A directory did not answer within the time limit."""
 
 
-class Inquiry:
-    """Questions of one run of doctor; remembers which directories do not answer."""
+class Probes:
+    """Probes of one run of doctor; remembers which directories do not answer."""
 
     def __init__(self, seconds: float = ANSWER_SECONDS) -> None:
         self._seconds = seconds
