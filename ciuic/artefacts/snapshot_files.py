@@ -7,15 +7,18 @@ as a pipe, is not among the files and named with the reason.
 from __future__ import annotations
 
 import hashlib
+import os
 import stat
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final, NamedTuple
 
-from ciuic.errors import Damaged
+from ciuic.errors import Damaged, UsageError
 from ciuic.printable import one_line
 from ciuic.repository import Repository
 from ciuic.repository.lookup import Located, children, find, join
 from ciuic.types import FLAG_MOUNTPOINT, Entry, Snapshot
+from ciuic.units import human_size
 from ciuic.verdicts.sources import SnapshotFile
 
 _PIECE_BYTES: Final = 4 << 20
@@ -115,3 +118,23 @@ def files_of(repository: Repository, snapshot: Snapshot, path: bytes) -> Snapsho
         else:
             left_out.append(LeftOut(name, "it is no file, directory or symbolic link"))
     return SnapshotFiles(dict(sorted(files.items())), sorted(left_out), top.entry.is_dir)
+
+
+def require_place(found: SnapshotFiles, path: bytes, destination: Path) -> None:
+    """Refuse a file that is larger than the file system of a destination, which has to be read and hashed to its end.
+
+    Raises:
+        UsageError: there is such a file: one of holes has any size at once, and no artefact has holes.
+        OSError: the destination lies in no directory.
+    """
+    place = destination if destination.is_dir() else destination.absolute().parent
+    status = os.statvfs(place)
+    all_bytes = status.f_blocks * status.f_frsize
+    for name, file in found.files.items():
+        if file.size_bytes > all_bytes:
+            at = join(path, name) if found.is_directory else path
+            raise UsageError(
+                f"{one_line(at)} has {human_size(file.size_bytes)}, and the file system of {one_line(str(place))} "
+                f"has {human_size(all_bytes)}; an artefact has holes as zeros",
+                hint="-p names a part without this file",
+            )

@@ -31,6 +31,7 @@ from ciuic.history import latest_change
 from ciuic.printable import one_line
 from ciuic.protocol.last_drill import LastDrill
 from ciuic.repository import Repository
+from ciuic.repository.block_maps import blocks_of
 from ciuic.repository.directory_trees import Lineage
 from ciuic.repository.errors import Archived
 from ciuic.repository.lookup import Located, children, find, is_within, join
@@ -182,7 +183,7 @@ def run_drill(
     sample = chosen.sample(sample_bytes)
     # After the choice: reading directories takes no more time for a larger sample.
     began = time.monotonic()
-    require_space(scratch, max((file.entry.size_bytes for file in sample), default=0))
+    require_space(repository, scratch, [[file.entry] for file in sample])
     damages = list(chosen.damages)
     all_bytes = sum(one.entry.size_bytes for one in sample)
     done_bytes = 0
@@ -240,7 +241,7 @@ def restore_whole(
     chosen = _Choice(repository, snapshot, 0, 0, [path], patterns)
     files = chosen.everything()
     began = time.monotonic()
-    require_space(scratch, chosen.bytes_total)
+    require_space(repository, scratch, [[file.entry for file in files]])
     place = scratch / os.fsdecode(posixpath.basename(source.path) or b"root")
     found = [*restore_and_compare(repository, snapshot, {os.fsencode(place): source}, between)]
     seconds = time.monotonic() - began
@@ -512,16 +513,35 @@ def _batches(sample: list[Located]) -> Iterator[list[Located]]:
         yield batch
 
 
-def require_space(scratch: Path, size_bytes: int) -> None:
-    """Raise CiuicError if the file system of the scratch directory lacks the space for so many bytes, or for a batch."""
+def require_space(repository: Repository, scratch: Path, sets: Iterable[Sequence[Entry]]) -> None:
+    """Raise CiuicError if the file system of the scratch directory lacks the space for a batch, or for the files of one of these sets."""
     status = os.statvfs(scratch)
-    # A sparse file may take less; the restore says so when it does not fit.
-    if max(size_bytes, _BATCH_BYTES) > (free_bytes := status.f_bavail * status.f_frsize):
+    free_bytes = status.f_bavail * status.f_frsize
+    needed_bytes = _BATCH_BYTES
+    for entries in sets:
+        set_bytes = sum(entry.size_bytes for entry in entries)
+        if set_bytes > free_bytes:
+            # Holes take no space: counted where they decide, because that reads the maps of the files.
+            set_bytes = sum(_stored_bytes(repository, entry) for entry in entries)
+        needed_bytes = max(needed_bytes, set_bytes)
+    if needed_bytes > free_bytes:
         raise CiuicError(
             f"{one_line(str(scratch.parent))} has {human_size(free_bytes)} free, and the drill needs "
-            f"{human_size(max(size_bytes, _BATCH_BYTES))} for the files that it restores at a time",
+            f"{human_size(needed_bytes)} for the files that it restores at a time",
             hint="--scratch names a directory with more room",
         )
+
+
+def _stored_bytes(repository: Repository, entry: Entry) -> int:
+    """Return the size of a file without its holes; of one whose map cannot be read, which the restore finds, none."""
+    if not entry.is_file:
+        return entry.size_bytes
+    blocks = blocks_of(entry.size_bytes, repository.block_size)
+    try:
+        stored = sum(1 for _ in repository.block_maps.ids(entry.content, entry.map_height, blocks))
+    except Damaged:
+        return 0
+    return min(entry.size_bytes, stored * repository.block_size)
 
 
 def restore_and_compare(

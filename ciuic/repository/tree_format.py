@@ -34,6 +34,8 @@ _HEAD_BYTES = 4
 # Big-endian, so that the order of bytes is that of inode numbers.
 LINK_KEY_BYTES = 8
 _16, _32, _63, _64 = 1 << 16, 1 << 32, 1 << 63, 1 << 64
+MAX_TOTAL_BYTES = (1 << 63) - 1
+"""Two files of holes have more together: they must not keep the directory out of its snapshot."""
 # Block maps have heights from 0 to 6.
 _HEIGHTS = 7
 _CONTENT_LENGTHS = (0, CHUNK_ID_BYTES)
@@ -265,13 +267,13 @@ def _ref_ok(ref: NodeRef, links: bool) -> bool:
 
 
 def node_totals(node: TreeNode) -> tuple[int, int]:
-    """Return (files, bytes) of everything below a node."""
+    """Return (files, bytes) of everything below a node, of bytes `MAX_TOTAL_BYTES` at most."""
     pairs = (
         [(r.total_files, r.total_bytes) for r in node.refs]
         if node.level
         else [_totals_of(entry) for entry in node.entries]
     )
-    return sum(files for files, _ in pairs), sum(size for _, size in pairs)
+    return sum(files for files, _ in pairs), min(MAX_TOTAL_BYTES, sum(size for _, size in pairs))
 
 
 def encode_xattrs(pairs: Sequence[tuple[bytes, bytes]]) -> bytes:

@@ -17,6 +17,7 @@ so a backup program must not use it.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import re
@@ -122,7 +123,7 @@ class Lookout:
         # and stay.
         while self._known_bytes < min(end + _LOOKOUT_BYTES // 2, self._size_bytes):
             self._spans.extend(cold_spans(self._fd, self._known_bytes, _LOOKOUT_BYTES))
-            self._known_bytes += _LOOKOUT_BYTES
+            self._known_bytes = self._window_behind_holes(self._known_bytes + _LOOKOUT_BYTES)
         end += -end % _PAGE_BYTES
         found: list[Span] = []
         while self._spans and self._spans[0][0] < end:
@@ -132,6 +133,18 @@ class Lookout:
                 length = end - offset
             found.append((offset, length))
         return found
+
+    def _window_behind_holes(self, start: int) -> int:
+        """Return the first window from this one on that has data, which is not read before; the same one where nothing tells."""
+        # truncate(2) makes a hole of exabytes at once, window by window it takes hours. The kernel reads ahead
+        # into the beginning of a hole alone, which the window before has.
+        if start >= self._size_bytes:
+            return start
+        try:
+            data = min(os.lseek(self._fd, start, os.SEEK_DATA), self._size_bytes)
+        except OSError as error:
+            data = self._size_bytes if error.errno == errno.ENXIO else start
+        return max(start, data - data % _LOOKOUT_BYTES)
 
 
 def read_in(fd: int, spans: Iterable[Span]) -> None:

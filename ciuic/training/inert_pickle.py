@@ -10,10 +10,16 @@ References:
 from __future__ import annotations
 
 import pickletools
+import sys
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 from ciuic.training.json_documents import MALFORMED
+
+_BYTES_FOR_EACH: Final = 48
+"""Limit of the memory that a value takes, for each byte of its pickle; what torch writes takes 40 at most by this measure."""
+_MIN_BYTES: Final = 128 << 20
+_MAX_KEY: Final = 1 << 60
 
 
 class Name(NamedTuple):
@@ -32,6 +38,8 @@ class Persistent(NamedTuple):
 class Made:
     """An object that the pickle wants made: what would be called, with what, and the state set afterwards."""
 
+    __slots__ = ("arguments", "function", "state")
+
     def __init__(self, function: Any, arguments: Any) -> None:
         """Note what would be called."""
         self.function = function
@@ -47,9 +55,9 @@ def read_pickle(data: bytes) -> Any:
     """Return the value of a pickle of protocol 2 to 5: plain values, `Name`, `Persistent` and `Made`; an OrderedDict as a dict.
 
     Raises:
-        ValueError: The data is no pickle, or has an opcode that plain objects do not need.
+        ValueError: The data is no pickle, has an opcode that plain objects do not need, or stands for far more than its size.
     """
-    machine = _Machine()
+    machine = _Machine(max(_MIN_BYTES, _BYTES_FOR_EACH * len(data)))
     try:
         for opcode, argument, _ in pickletools.genops(data):
             if opcode.name == "STOP":
@@ -61,7 +69,8 @@ def read_pickle(data: bytes) -> Any:
 
 
 class _Machine:
-    def __init__(self) -> None:
+    def __init__(self, left_bytes: int) -> None:
+        self._left_bytes = left_bytes
         self.stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
@@ -69,6 +78,12 @@ class _Machine:
     def execute(self, name: str, argument: Any) -> None:
         if name in _IGNORED:
             return
+        # An opcode of a byte makes an empty set of 216.
+        self._left_bytes -= _MADE_BYTES.get(name, _SLOT_BYTES)
+        if type(argument) in (str, bytes, int):
+            self._left_bytes -= sys.getsizeof(argument)
+        if self._left_bytes < 0:
+            raise ValueError("the pickle stands for far more than its size")
         if name in _CONSTANTS:
             self.stack.append(_CONSTANTS[name]())
         elif name in _LITERALS:
@@ -158,9 +173,12 @@ class _Machine:
 
 
 def _hashable(value: Any) -> Any:
-    # Tuples that hold each other twice are hashed as often as they could be reached: for years.
-    if type(value) is tuple:
+    # Tuples that hold each other twice are hashed as often as they could be reached: for years. So is what refers to such a tuple.
+    if isinstance(value, tuple):
         raise ValueError("the pickle has a tuple as a key, which no metadata needs")
+    # Integers that differ by multiples of 2^61 - 1 have one hash, and each is compared with all others.
+    if type(value) is int and not -_MAX_KEY < value < _MAX_KEY:
+        raise ValueError("the pickle has a key that is too large, which no metadata needs")
     return value
 
 
@@ -174,6 +192,20 @@ _CONSTANTS: Final[dict[str, Callable[[], Any]]] = {
     "EMPTY_TUPLE": tuple,
     "EMPTY_SET": set,
 }
+_SLOT_BYTES: Final = 8
+_MADE_BYTES: Final = {
+    # With the place on the stack, and what the first item adds; of calls, names and references the object and its parts.
+    **dict.fromkeys(
+        ("MARK", "EMPTY_LIST", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE", "NEWOBJ", "BINPERSID"), 72
+    ),
+    "EMPTY_DICT": 72,
+    "EMPTY_SET": 224,
+    "GLOBAL": 168,
+    "STACK_GLOBAL": 64,
+    "BINFLOAT": 32,
+    **dict.fromkeys(("MEMOIZE", "BINPUT", "LONG_BINPUT"), 96),
+}
+"""Memory that opcodes take, beyond what their arguments do; all others take a place on the stack."""
 _LITERALS: Final = (
     *("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"),
     *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),

@@ -7,6 +7,7 @@ is durable when its id is printed.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -139,7 +140,7 @@ def export_command(
 def _export_artefact(
     snapshot_id: str, source: bytes, form: str, destination: bytes, *, overwrite: bool, as_json: bool
 ) -> None:
-    from ciuic.artefacts.snapshot_files import files_of
+    from ciuic.artefacts.snapshot_files import files_of, require_place
     from ciuic.units import human_size
 
     session = current()
@@ -148,6 +149,9 @@ def _export_artefact(
     path = as_recorded(snapshot, source)
     found = files_of(repository, snapshot, path)
     where = Path(os.fsdecode(destination))
+    # Where there is no such directory, the export says so.
+    with suppress(OSError):
+        require_place(found, path, where)
     own: object = None
     of_dvc: dict[str, bytes] = {}
     news = complaint = ""

@@ -40,7 +40,7 @@ from ciuic.repository.model import PackInfo, PackKind, PackRecord, Shortened, Sn
 from ciuic.repository.pack_directory import Packs
 from ciuic.repository.snapshot_format import StoredMarks, decode_marks, encode_marks, encode_snapshot
 from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR, CommittedSnapshots, SnapshotStore
-from ciuic.repository.tree_format import encode_xattrs
+from ciuic.repository.tree_format import MAX_TOTAL_BYTES, encode_xattrs
 from ciuic.repository.writer_index import Tail, WriterIndex, reconcile
 from ciuic.repository.writing import pack_maintenance
 from ciuic.repository.writing.chunk_store import ChunkStore
@@ -98,7 +98,9 @@ def _committed_snapshot(draft: SnapshotDraft, new_bytes: int, placed_ns: int = 0
         message=draft.message,
         parent=draft.parent,
         # Hard-linked files count in the link table, once for all their names.
-        size_bytes=sum(root.entry.total_bytes + root.links_bytes for root in draft.roots),
+        size_bytes=min(
+            MAX_TOTAL_BYTES, sum(root.entry.total_bytes + root.links_bytes for root in draft.roots)
+        ),
         new_bytes=new_bytes,
         files=sum(root.entry.total_files + root.links_files for root in draft.roots),
         pair=draft.pair,

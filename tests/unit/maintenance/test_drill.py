@@ -30,6 +30,7 @@ from ciuic.maintenance.drill import DrillResult, run_drill
 from ciuic.protocol.last_drill import DrillVerdict, LastDrill, add_drill, read_drills, standing_drill
 from ciuic.repository import Repository
 from ciuic.restore import attributes
+from ciuic.types import Entry
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +150,19 @@ def test_a_full_scratch_is_no_damage(made: Made, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(drill, "_BATCH_BYTES", 1 << 62)
     with pytest.raises(Exception, match="free, and the drill needs"):
         drilled(made.repository, 1, tmp_path / "scratch")
+
+
+@pytest.mark.parametrize("size_bytes", [1 << 20, 8 << 40])
+def test_holes_take_no_space(tmp_path: Path, size_bytes: int) -> None:
+    """A checkpoint that truncate(2) made longer than the disk is restored and compared as the holes that it is."""
+    made = CliRepository(tmp_path / "repository", tmp_path / "root")
+    huge = Entry(
+        name=b"", mode=stat.S_IFREG | 0o600, uid=os.geteuid(), gid=os.getegid(), mtime_ns=FIRST_NS, size_bytes=size_bytes
+    )  # fmt: skip
+    made.snapshot({b"file": b"content", b"huge.safetensors": huge})
+    found = drilled(made.path, 0, tmp_path / "scratch")
+    assert (found.checkpoint, found.damages) == (os.fsencode(made.root / "huge.safetensors"), ())
+    assert found.files == 2
 
 
 @pytest.fixture

@@ -134,6 +134,34 @@ def test_a_lookout_reports_each_page_once(disk: Path, monkeypatch: pytest.Monkey
     assert reported == expected
 
 
+def test_a_hole_of_a_terabyte_is_passed_over(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hole that truncate(2) makes at once costs a lookout a few windows, and the data behind it are still reported."""
+    path = disk / "holes"
+    size_bytes = 1 << 40
+    with path.open("wb") as file:
+        file.write(b"x" * _PAGE)
+        file.truncate(size_bytes)
+        file.seek(size_bytes - _PAGE)
+        file.write(b"x" * _PAGE)
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    windows = []
+
+    def counted(fd: int, offset: int, length: int) -> list[Span]:
+        windows.append(offset)
+        return cold_spans(fd, offset, length)
+
+    monkeypatch.setattr(page_cache, "cold_spans", counted)
+    with path.open("rb", buffering=0) as file:
+        found = Lookout(file.fileno(), size_bytes).reach(size_bytes)
+    assert len(windows) < 10
+    assert {(0, True), (size_bytes - _PAGE, True)} <= {
+        (at, any(offset <= at < offset + length for offset, length in found))
+        for at in (0, size_bytes - _PAGE)
+    }
+
+
 def _pages_of(spans: list[Span]) -> set[int]:
     return {page for offset, length in spans for page in range(offset // _PAGE, (offset + length) // _PAGE)}
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tracemalloc
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.late_modules import torch
 
+from ciuic.training import inert_pickle
 from ciuic.training.inert_pickle import Made, Name, read_pickle
 
 _PLAIN = st.recursive(
@@ -17,7 +20,7 @@ _PLAIN = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.lists(inner, max_size=4).map(tuple)
-        | st.dictionaries(st.text() | st.integers(), inner, max_size=4)
+        | st.dictionaries(st.text() | st.integers(-(1 << 59), 1 << 59), inner, max_size=4)
     ),
     max_leaves=20,
 )
@@ -36,6 +39,39 @@ def test_any_bytes_are_a_value_or_a_valueerror(data: bytes, at: int, changed: by
     for given_bytes in (data, genuine[:at] + changed + genuine[at + len(changed) :]):
         with contextlib.suppress(ValueError):
             read_pickle(given_bytes)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"]" * (1 << 20), id="lists"),
+        pytest.param(b"\x8f" * (1 << 20), id="sets"),
+        pytest.param(b"(" * (1 << 20), id="marks"),
+        pytest.param(b"]" + b"\x94" * (1 << 20), id="memo"),
+        pytest.param(b"c\n\n" * (1 << 19), id="names"),
+    ],
+)
+def test_a_pickle_that_stands_for_far_more_is_refused(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opcodes of a byte that make objects of up to 216 take a bounded multiple of the size of the pickle."""
+    monkeypatch.setattr(inert_pickle, "_MIN_BYTES", 0)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="far more than its size"):
+            read_pickle(b"\x80\x04" + data + b".")
+        assert tracemalloc.get_traced_memory()[1] < 64 * len(data)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("tail", [b"N", b"QN"])
+def test_keys_that_take_years_to_hash_are_refused(tail: bytes) -> None:
+    """Integers of one hash, and references to tuples that hold each other, are no keys."""
+    same = b"".join(b"\x8a\x0a" + (at * ((1 << 61) - 1)).to_bytes(10, "little") + b"N" for at in range(1, 9))
+    with pytest.raises(ValueError, match="key"):
+        read_pickle(b"\x80\x02}(" + same + b"u.")
+    nested = b")" + b"q\x00h\x00\x86" * 100
+    with pytest.raises(ValueError, match="key"):
+        read_pickle(b"\x80\x02}" + nested + tail + b"s.")
 
 
 def test_a_call_stays_a_name() -> None:
