@@ -363,6 +363,12 @@ def test_texts_are_text_everywhere(browser: Browser, server: WebPage, site: Site
 _FOCUS = "(() => { const at = document.activeElement; const style = getComputedStyle(at); return [at.textContent.trim() || at.name, style.outlineStyle, style.outlineWidth, at.getBoundingClientRect().width > 0]; })()"
 
 
+_STOPS = (
+    "[...document.querySelectorAll('a[href], button, input:not([type=hidden]), select, [tabindex=\"0\"]')]"
+    ".map(e => e.textContent.trim() || e.name)"
+)
+
+
 def test_the_keyboard_is_enough(browser: Browser, server: WebPage, site: Site) -> None:
     """Tab reaches everything that can be pressed, in the order of the page, and shows where it is; the first stop skips the menu."""
     with _visit(browser, server) as visitor:
@@ -374,16 +380,18 @@ def test_the_keyboard_is_enough(browser: Browser, server: WebPage, site: Site) -
         page.keyboard.press("Enter")
         page.keyboard.press("Tab")
         assert page.evaluate("document.getElementById('main').contains(document.activeElement)")
-        visitor.go("/")
-        wanted = page.evaluate(
-            "[...document.querySelectorAll('a[href], button, input:not([type=hidden]), select, [tabindex=\"0\"]')].map(e => e.textContent.trim() || e.name)"
-        )
-        stops = []
-        for _ in wanted:
-            page.keyboard.press("Tab")
-            text, style, width, is_shown = page.evaluate(_FOCUS)
-            assert (style, width, is_shown) == ("solid", "3px", True), text
-            stops.append(text)
+        for _ in range(5):
+            visitor.go("/")
+            wanted = page.evaluate(_STOPS)
+            stops = []
+            for _ in wanted:
+                page.keyboard.press("Tab")
+                text, style, width, is_shown = page.evaluate(_FOCUS)
+                assert (style, width, is_shown) == ("solid", "3px", True), text
+                stops.append(text)
+            # Verdicts on the snapshots of tests before may come meanwhile, each with a mark in the chart.
+            if page.evaluate(_STOPS) == wanted:
+                break
         assert stops == wanted
         # And the whole way to a restore.
         file = site.roots[0] / "config.yaml"
