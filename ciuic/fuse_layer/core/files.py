@@ -37,6 +37,11 @@ from ciuic.fuse_layer.system.pipes import Pipe
 from ciuic.system.mountinfo import HIDDEN_MOUNTS, MountTable, border_names
 
 _LOCK_STRIPES: Final = 64
+# linux/magic.h
+_EXT4: Final = 0xEF53
+# Free space with which a small change finds no room in its inode, and not on the disk. Far more than file systems keep
+# for themselves, and than is used up between the error and the look.
+_ROOM_BYTES: Final = 1 << 30
 NO_LOCK: Final = nullcontext()
 _COPY_STEP_BYTES: Final = 256 << 20
 """Limit of one copy_file_range(2), because a cut waits for it. The caller asks for the rest."""
@@ -497,11 +502,10 @@ class Files:
             self._times.before_write(node, file.fd)
             with self._content_lock(node):
                 self._before_fallocate(node, file.fd, mode, offset, length)
-                # What the file has already may lie in the range.
-                plain = mode in (0, syscalls.FALLOC_FL_KEEP_SIZE)
-                least_bytes = length - os.fstat(file.fd).st_blocks * 512 if plain else 0
                 state.with_space_of(
-                    node, lambda: syscalls.fallocate(file.fd, mode, offset, length), least_bytes=least_bytes
+                    node,
+                    lambda: syscalls.fallocate(file.fd, mode, offset, length),
+                    is_vain=lambda: _exceeds_disk(file.fd, mode, length),
                 )
                 self._drop_privileges(node, file.fd, keeps_privileges, is_outside)
         state.recent.changed(node)
@@ -700,6 +704,15 @@ class Attributes:
         path, _keep = self._pinned(self._nodes.get(node_id))
         return [os.fsencode(name) for name in os.listxattr(path)]
 
+    def _is_inode_full(self, path: bytes | int) -> bool:
+        """Return whether ENOSPC of setxattr(2) tells of the inode alone, whose room for attributes nothing on the disk mends."""
+        # ext4 answers it so, and an exhausted quota with EDQUOT. XFS answers ENOSPC for a project's quota, to which what the
+        # undo log keeps counts, and btrfs where its metadata lacks space.
+        if syscalls.file_system_type(self._nodes.root_directory.fd) != _EXT4:
+            return False
+        st = os.statvfs(path)
+        return st.f_bavail * st.f_frsize >= _ROOM_BYTES and st.f_favail > 0
+
     def setxattr(
         self, node_id: int, name: bytes, value: bytes, flags: int, *, drops_group_bit: bool = False
     ) -> None:
@@ -719,7 +732,9 @@ class Attributes:
             path, _keep = self._pinned(node)
             self._state.mark_attributes(node)
             # A large value takes blocks of its own: on a full disk the undo log's space is given up for it.
-            self._state.with_space(lambda: os.setxattr(path, name, value, flags), small=True)
+            self._state.with_space_of(
+                node, lambda: os.setxattr(path, name, value, flags), is_vain=lambda: self._is_inode_full(path)
+            )
             # No file can be created in the directory meanwhile: the kernel holds its lock.
             if name == DEFAULT_ACL:
                 self._nodes.without_default_acl.discard(node_id)
@@ -759,3 +774,12 @@ def _set_times(path: bytes | int, change: SetAttr) -> None:
         mtime_now=change.mtime_now,
         follow=True,
     )
+
+
+def _exceeds_disk(fd: int, mode: int, length: int) -> bool:
+    """Return whether the whole file system of an open file is smaller than what fallocate(2) would add to it at the least."""
+    if mode not in (0, syscalls.FALLOC_FL_KEEP_SIZE):
+        return False
+    # Of a file, because of a directory with a quota of its own statvfs(3) tells that. What the file has may lie in the range.
+    st = os.fstatvfs(fd)
+    return length - os.fstat(fd).st_blocks * 512 > st.f_blocks * st.f_frsize

@@ -29,9 +29,6 @@ from ciuic.system.disk import READ_DIRECTORY
 
 _T = TypeVar("_T")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-# Free space with which an ENOSPC of a small change has another reason than a full disk. Far more than file systems keep
-# for themselves, and than is used up between the error and the look.
-_ROOM_BYTES = 1 << 30
 
 
 class OverlayState(PassthroughState):
@@ -126,7 +123,7 @@ class OverlayState(PassthroughState):
             keep_open = moved or bool(os.listdir(kept.fd))
             self.undo.keep_directory_name(parent.ino, name, st, kept if keep_open else None)
 
-    def with_space(self, change: Callable[[], _T], *, small: bool = False, least_bytes: int = 0) -> _T:
+    def with_space(self, change: Callable[[], _T], *, is_vain: Callable[[], bool] | None = None) -> _T:
         """Run a change; when the file system is full, give up the undo log's space and run it once more.
 
         Without ciuic, files that the job removed would not take space any more: inodes that the undo log
@@ -134,9 +131,7 @@ class OverlayState(PassthroughState):
 
         Args:
             change: what to run.
-            small: it takes little space, and may find room missing in its inode alone, which no space on the disk mends:
-                ext4 answers ENOSPC to attributes that do not fit into one block. Where the disk has room the undo log stays.
-            least_bytes: what it takes at the least. It stays as well where the whole disk has less.
+            is_vain: returns whether no space that is given up can help a change that met ENOSPC; asked then.
         """
         # Read before the change: another thread that met the same error may have given the log up meanwhile,
         # and be about to free its space.
@@ -146,21 +141,18 @@ class OverlayState(PassthroughState):
         except OSError as error:
             if error.errno not in _NO_SPACE or not (took_space or self.undo.takes_space):
                 raise
-            is_quota = error.errno == errno.EDQUOT
-        if is_quota or not self._is_vain(small, least_bytes):
+            may_help = error.errno == errno.EDQUOT or is_vain is None or not is_vain()
+        if may_help:
             self.undo.abandon("the file system is full, and the job needs the space")
             self.undo.tidy()
         # Where there is room too: another thread may have made it since.
         return change()
 
-    def _is_vain(self, small: bool, least_bytes: int) -> bool:
-        """Return whether no space that is given up can help a change that found none."""
-        st = os.fstatvfs(self.nodes.root_directory.fd)
-        return (small and st.f_bavail * st.f_frsize >= _ROOM_BYTES) or least_bytes > st.f_blocks * st.f_frsize
-
-    def with_space_of(self, node: Node, change: Callable[[], _T], *, least_bytes: int = 0) -> _T:
+    def with_space_of(
+        self, node: Node, change: Callable[[], _T], *, is_vain: Callable[[], bool] | None = None
+    ) -> _T:
         """Run a change of a file's content as ``with_space``; the undo log's space is no help to another file system."""
-        return self.with_space(change, least_bytes=least_bytes) if self.tracked(node) else change()
+        return self.with_space(change, is_vain=is_vain) if self.tracked(node) else change()
 
 
 class UntrackedState(OverlayState):

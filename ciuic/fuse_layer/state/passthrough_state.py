@@ -678,11 +678,13 @@ class PassthroughState:
     def mark_attributes(self, node: Node) -> None:
         """Called beside a change of the node's attributes, before it where it may fail in the middle."""
 
-    def with_space(self, change: Callable[[], _T], *, small: bool = False, least_bytes: int = 0) -> _T:
-        """Run a change that may find the file system full, or for which it is too small; a small one may find its inode full instead."""
+    def with_space(self, change: Callable[[], _T], *, is_vain: Callable[[], bool] | None = None) -> _T:
+        """Run a change that may find the file system full."""
         return change()
 
-    def with_space_of(self, node: Node, change: Callable[[], _T], *, least_bytes: int = 0) -> _T:
+    def with_space_of(
+        self, node: Node, change: Callable[[], _T], *, is_vain: Callable[[], bool] | None = None
+    ) -> _T:
         """Run a change of the node's content that may find its file system full."""
         return change()
 

@@ -19,6 +19,8 @@ from ciuic.fuse_layer.tracking import undo_log
 from ciuic.system.spill import Spill
 
 BLOCK = 4096
+# linux/magic.h
+EXT4, XFS = 0xEF53, 0x58465342
 CALLER = Credentials(0, 0, 0)
 
 
@@ -230,12 +232,17 @@ def test_a_range_that_no_disk_has_costs_no_snapshot(
 
 
 @pytest.mark.parametrize(
-    ("free_bytes", "number", "kept"),
-    [(2 << 30, errno.ENOSPC, True), (1 << 20, errno.ENOSPC, False), (2 << 30, errno.EDQUOT, False)],
-    ids=["inode full", "disk full", "quota exhausted"],
+    ("kind", "free_bytes", "number", "kept"),
+    [
+        (EXT4, 2 << 30, errno.ENOSPC, True),
+        (EXT4, 1 << 20, errno.ENOSPC, False),
+        (EXT4, 2 << 30, errno.EDQUOT, False),
+        (XFS, 2 << 30, errno.ENOSPC, False),
+    ],
+    ids=["inode full", "disk full", "quota exhausted", "quota of an XFS project exhausted"],
 )
 def test_an_inode_without_room_for_an_attribute_costs_no_snapshot(
-    job: Job, monkeypatch: pytest.MonkeyPatch, free_bytes: int, number: int, kept: bool
+    job: Job, monkeypatch: pytest.MonkeyPatch, kind: int, free_bytes: int, number: int, kept: bool
 ) -> None:
     """ext4 answers ENOSPC to attributes that do not fit into one block: no space on the disk mends that."""
     job.create(b"a", b"x" * BLOCK)
@@ -243,16 +250,17 @@ def test_an_inode_without_room_for_an_attribute_costs_no_snapshot(
     job.core.cut()
     job.core.names.unlink(ROOT_ID, b"a")
     node = job.core.names.lookup(ROOT_ID, b"b").node
-    real = os.fstatvfs
+    real = os.statvfs
 
-    def free(fd: int) -> os.statvfs_result:
-        found = real(fd)
+    def free(path: bytes) -> os.statvfs_result:
+        found = real(path)
         return os.statvfs_result((found.f_bsize, 1, *found[2:4], free_bytes, *found[5:]))
 
     def refuse(*_arguments: object, **_options: object) -> NoReturn:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "fstatvfs", free)
+    monkeypatch.setattr(os, "statvfs", free)
+    monkeypatch.setattr(syscalls, "file_system_type", lambda _: kind)
     monkeypatch.setattr(os, "setxattr", refuse)
     with pytest.raises(OSError, match=os.strerror(number)):
         job.core.attributes.setxattr(node, b"user.large", b"x" * 8000, 0)
