@@ -5,9 +5,11 @@ which needs one verb. An event that cannot be written is logged and fails nothin
 
 References: Kubernetes API concepts; API conventions; coordination.k8s.io/v1 Lease, used as client-go's leaderelection does.
 
-Events of the watches come to the caller's event loop in their order. Guarantees: each event loop of Kopf has a thread of its own, because Kopf ends every task of the loop that it runs in, takes the process's signals,
-and watches one set of namespaces only. Its handlers are those of raw events, which write nothing into objects; it looks at nothing else,
-so that list and watch of these resources are the only rights that it needs. A watch that breaks is begun anew, with all objects.
+Events of the watches come to the caller's event loop in their order. Guarantees: each event loop of Kopf has a thread
+of its own, because Kopf ends every task of the loop that it runs in, takes the process's signals, and watches one set
+of namespaces only. Its handlers are those of raw events, which write nothing into objects; it looks at nothing else, so
+that list and watch of these resources are the only rights that it needs. A watch that breaks is begun anew, with all
+objects.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What this host knows of a remote: facts for retention, sizes of manifests, logs of other hosts, and the packs there.
+"""Caches of a remote on this host: facts for retention, sizes of manifests, logs of other hosts, and the packs there.
 
 Records of `ciuic.repository.record_files` in a directory of the uploader's own: what the cache lacks is read from the manifests. It may be
 old; what was uploaded or given up by another process shows when that has noted it.

@@ -235,7 +235,7 @@ def _remove_extra(at: int | bytes, found: dict[bytes, bytes], wanted: Xattrs, pr
 def _set_xattrs(
     at: int | bytes, found: dict[bytes, bytes], wanted: Iterable[tuple[bytes, bytes]], problems: list[str]
 ) -> bool:
-    """Set what differs; return whether there was room for all, of which lack nothing is added to ``problems``."""
+    """Set what differs; return whether the inode had room for all. A lack of room is not added to ``problems``."""
     room = True
     for name, value in wanted:
         if found.get(name) == value:
@@ -251,7 +251,7 @@ def _set_xattrs(
 
 
 def _fit_xattrs(at: int | bytes, wanted: Xattrs, problems: list[str]) -> None:
-    """Set attributes anew, the largest first: the few kilobytes that ext4 has for those of a file are filled in the order of setting.
+    """Set attributes again, the largest first: ext4 fills the few kilobytes of an inode in the order of setting.
 
     An access ACL and labels that are there stay: without them others could have more rights for a moment.
     """

@@ -338,7 +338,7 @@ def test_no_forged_name_hides_a_snapshot(bucket: Bucket) -> None:
 
 
 def test_snapshots_of_one_id_are_searched_on_the_page(bucket: Bucket) -> None:
-    """Who stores a snapshot with the id of another host's does not end the searches of `ciuic web --repo URL`."""
+    """Snapshots of two hosts with one id do not end the searches of `ciuic web --repo URL`."""
     with reading(_Forger(bucket).remote, bucket.top.parent / "cache") as opened:
         names = set(opened.snapshots.ids())
         assert all("~" in name for name in names)

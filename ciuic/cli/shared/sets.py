@@ -33,7 +33,7 @@ SET = Keys(
 )
 
 _MAX_NAME_BYTES: Final = 255
-"""Of a name in a directory, on all file systems of Linux."""
+"""NAME_MAX of the file systems of Linux."""
 
 
 def own_name() -> str:

@@ -15,19 +15,23 @@ Guarantees:
   schedule says. Roots that were protected while no daemon ran are left to the schedule, whose first tick comes at
   once where a root has no snapshot.
 
-*Owed snapshots* are the last ones of roots whose protection then ends (ciuic.config.owed_snapshots). A record goes only when its snapshot is durable, or when its root is gone from the configuration or from the disk,
-which is said. Until then it is tried again, and an alert says why it was not taken.
+*Owed snapshots* are the last ones of roots whose protection then ends (ciuic.config.owed_snapshots). A record goes only
+when its snapshot is durable, or when its root is gone from the configuration or from the disk, which is said. Until
+then it is tried again, and an alert says why it was not taken.
 
-*Ages* go by a clock that cannot be set. A snapshot has the wall time of its cut. Once it is seen its age is counted in time since boot (CLOCK_BOOTTIME), so that setting
-the clock makes no snapshot younger or older. Guarantees: a restart of the daemon keeps the count, by a file in the runtime directory; an age
-goes on growing while the repository cannot be read; a cut that lies in the future is no recent one, but counts as old as the boot.
-Leaves to the repository which snapshot is the newest: it has the order of commits, whatever the clock said.
+*Ages* go by a clock that cannot be set. A snapshot has the wall time of its cut. Once it is seen its age is counted in
+time since boot (CLOCK_BOOTTIME), so that setting the clock makes no snapshot younger or older. Guarantees: a restart of
+the daemon keeps the count, by a file in the runtime directory; an age goes on growing while the repository cannot be
+read; a cut that lies in the future is no recent one, but counts as old as the boot. Leaves to the repository which
+snapshot is the newest: it has the order of commits, whatever the clock said.
 
-*Events* are a rename, a new name, the end of a writer, or enough changed bytes. The overlay workers count what happens to the names of ``[[snapshot_when]]`` (fuse_layer/state/passthrough_state.py); this task takes the
-counts every second, while there are rules. Guarantees: a burst gives one snapshot, cut when a rule's names have been quiet for two
-seconds, at most half a minute after the first; rules that are due together share a snapshot; a rule cuts no sooner than
-``least_between`` after its last one of a root and no more than ``per_hour`` times an hour of it, and what has happened meanwhile is cut
-when it may again, by the daemon that follows where this one is killed. A worker that has died and was replaced counts from the daemon's next look on.
+*Events* are a rename, a new name, the end of a writer, or enough changed bytes. The overlay workers count what happens
+to the names of ``[[snapshot_when]]`` (fuse_layer/state/passthrough_state.py); this task takes the counts every second,
+while there are rules. Guarantees: a burst gives one snapshot, cut when a rule's names have been quiet for two seconds,
+at most half a minute after the first; rules that are due together share a snapshot; a rule cuts no sooner than
+``least_between`` after its last one of a root and no more than ``per_hour`` times an hour of it, and what has happened
+meanwhile is cut when it may again, by the daemon that follows where this one is killed. A worker that has died and was
+replaced counts from the daemon's next look on.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ and a write of a small file 2,930 and 4,870 in a second, open and read 6,400 and
 host waits for one), and more requests are carried out with polling than without, which is measured anew every few
 seconds (`BusyPoll`). One poll takes ``POLL_SECONDS`` at most.
 
-The negotiation (`negotiate`) settles version of the protocol and features of both sides (FUSE_INIT). Guarantees: nothing is asked for that the kernel did not offer; a kernel with an older protocol than the
-session's oldest (7.31, Linux 5.4) is refused by UnsupportedProtocol, and one with a later major version is
-asked for ours.
+The negotiation (`negotiate`) settles version of the protocol and features of both sides (FUSE_INIT). Guarantees:
+nothing is asked for that the kernel did not offer; a kernel with an older protocol than the session's oldest (7.31,
+Linux 5.4) is refused by UnsupportedProtocol, and one with a later major version is asked for ours.
 """
 
 from __future__ import annotations
